@@ -38,6 +38,18 @@ bool kvt_lacks_amx(void)
     return true;
 }
 
+// What kernels/isa.c asks of the CPU, which a build over SIMDe does not ask.
+bool kvt_cpu_has_avx512(void)
+{
+#ifdef __x86_64__
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+
 uint64_t kvt_u64(struct kvt_rng *rng)
 {
     uint64_t z = rng->state += 0x9e3779b97f4a7c15u; // splitmix64

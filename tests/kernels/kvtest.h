@@ -6,6 +6,8 @@
 #ifndef KVQ_TESTS_KVTEST_H
 #define KVQ_TESTS_KVTEST_H
 
+#include <stdlib.h>
+
 #include "kernels/kernels.h"
 
 // ---- Numbers ----
@@ -15,6 +17,18 @@ uint64_t kvt_seed(void);
 
 // Whether the program was told to use AMX (KVQ_CPU_MASK) and cannot: then it has nothing to test.
 bool kvt_lacks_amx(void);
+bool kvt_cpu_has_avx512(void);
+
+// The first instruction set that a test looks at: `lowest`; where AVX-512 and AMX run in software
+// (tests/kernels/simde) what the CPU itself lacks of them, or both with KVQ_FULL=1 in the
+// environment, since the tests of the same names without software have looked at the rest.
+static inline int kvt_lowest_isa(int lowest)
+{
+#ifdef KVQ_AVX512_IN_SOFTWARE
+    lowest = getenv("KVQ_FULL") || !kvt_cpu_has_avx512() ? KVQ_ISA_AVX512 : KVQ_ISA_AMX;
+#endif
+    return lowest;
+}
 
 struct kvt_rng {
     uint64_t state;

@@ -161,6 +161,17 @@ static void compare(const struct kvq_kernels *k, const char *format, uint32_t di
     kvt_cache_free(&c);
 }
 
+// In software all takes minutes: there one size of heads has all data, and the others the first.
+static bool takes_long(uint32_t dim, size_t data)
+{
+#ifdef KVQ_AVX512_IN_SOFTWARE
+    return dim > 64 && data > 0 && !getenv("KVQ_FULL");
+#else
+    (void)dim, (void)data;
+    return false;
+#endif
+}
+
 static void test_fast(void **state)
 {
     static const char *const formats[] = {"oscar2", "oscar3", "oscar4", "kivi2", "kivi4", "kvq2"};
@@ -169,7 +180,7 @@ static void test_fast(void **state)
         for (size_t f = 0; f < sizeof formats / sizeof *formats; f++)
             for (uint32_t dim = 64; dim <= KVQ_MAX_HEAD_DIM; dim *= 2)
                 for (size_t d = 0; d < sizeof all_data / sizeof *all_data; d++)
-                    if (takes(all_kernels[i], formats[f], &all_data[d]))
+                    if (takes(all_kernels[i], formats[f], &all_data[d]) && !takes_long(dim, d))
                         compare(all_kernels[i], formats[f], dim, &all_data[d]);
 }
 
@@ -210,7 +221,7 @@ int main(void)
                                        cmocka_unit_test(test_zero_values)};
     if (kvt_lacks_amx())
         return 77; // skipped
-    for (int isa = KVQ_ISA_AVX2; isa <= KVQ_ISA_BEST; isa++) {
+    for (int isa = kvt_lowest_isa(KVQ_ISA_AVX2); isa <= KVQ_ISA_BEST; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         struct kvq_shape s = kvt_shape(GQA, 1, 64, KVQ_F16);
         if (kvq_kernels_has_fast(k, kvt_format("oscar2"), &s) &&

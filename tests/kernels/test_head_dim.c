@@ -130,7 +130,7 @@ static void test_rows(void **state)
 #endif
     const struct kvq_kernels *last = NULL;
     (void)state;
-    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_BEST; isa++) {
+    for (int isa = kvt_lowest_isa(KVQ_ISA_C); isa <= KVQ_ISA_BEST; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         for (size_t f = 0; k != last && f < sizeof formats / sizeof *formats; f++)
             for (size_t d = 0; d < sizeof dims / sizeof *dims; d++)
