@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """tools/gpu/cost.py, the model of what attention costs on a GPU: its parts on code made here, and
-its cut of batches and bytes against the host's; or what docs/benchmarks.md says it predicts against
-what it predicts from a build's cubins.
+its cut of batches and bytes against the host's; or what docs/gpu-predictions.md says it predicts
+against what it predicts from a build's cubins.
 
     gpu_cost.py PLAN             PLAN: the program gpu_cost_plan
     gpu_cost.py --table FOLDER   exit status 77: FOLDER has no cubins for sm_90a
@@ -188,10 +188,10 @@ class Model(unittest.TestCase):
 
 
 class Page(unittest.TestCase):
-    """The tables of docs/benchmarks.md."""
+    """The tables of docs/gpu-predictions.md."""
 
     def text(self, part=None):
-        text = (DOCS / "benchmarks.md").read_text()
+        text = (DOCS / "gpu-predictions.md").read_text()
         return re.search(rf"<!-- {part}: begin -->(.*)<!-- {part}: end -->", text,
                          re.S)[1] if part else " ".join(text.split())
 
