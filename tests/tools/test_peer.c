@@ -254,8 +254,8 @@ static void no_peer(void **state)
     assert_int_equal(run("", NULL, "--format f16 --path exact --threads 1" SMALL), 0);
     assert_says(out, "vs peer");
     assert_says(out, " no peer ");
-    assert_says(out, "no peer: --peer LIB times a ggml library beside us; docs/benchmarks.md says "
-                     "how to build one");
+    assert_says(out, "no peer: --peer LIB times a ggml library beside us; "
+                     "docs/benchmarks/peers.md says how to build one");
     assert_int_equal(run("", NULL, "--format f16 --path exact --threads 1 --json" SMALL), 0);
     assert_says(out, "no peer: --peer LIB");
     cJSON *rows = cJSON_Parse(out);

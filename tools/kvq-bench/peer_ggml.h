@@ -14,7 +14,8 @@
 
 // What is said where there is no library.
 #define PEER_NONE                                                                                  \
-    "no peer: --peer LIB times a ggml library beside us; docs/benchmarks.md says how to build one"
+    "no peer: --peer LIB times a ggml library beside us; docs/benchmarks/peers.md says how to "    \
+    "build one"
 
 // ---- The library (peer_ggml.c) ----
 
