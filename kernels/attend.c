@@ -21,7 +21,7 @@ struct span {
 };
 
 // What a batch is cut into. With 8 two threads took 1.04 to 1.2 times as long where that cuts more
-// (docs/benchmarks.md), and as long elsewhere.
+// (docs/benchmarks/history.md), and as long elsewhere.
 enum { ITEMS_PER_THREAD = 4 };
 
 struct item {
