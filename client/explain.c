@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "kernels/kernels.h"
 #include "proto/rows.h"
 
 enum { EXTENTS = 5 }; // views of a request: k, v, q, out, lse
@@ -273,9 +274,9 @@ static bool explain_limits(const struct subject *s)
     else if (e->append > KVQ_MAX_STEP_TOKENS)
         kvq__set_error(KVQ_E_LIMIT, "%s: %u tokens, at most %d go into one step", s->where,
                        e->append, KVQ_MAX_STEP_TOKENS);
-    else if (e->queries > KVQ_MAX_STEP_QUERIES)
+    else if (e->queries > KVQ_MAX_QUERY_TOKENS)
         kvq__set_error(KVQ_E_LIMIT, "%s: %u query tokens, at most %d go into one call", s->where,
-                       e->queries, KVQ_MAX_STEP_QUERIES);
+                       e->queries, KVQ_MAX_QUERY_TOKENS);
     else if (e->position + e->append > KVQ_MAX_SESSION_TOKENS)
         kvq__set_error(KVQ_E_LIMIT,
                        "%s: %" PRIu64 " and %u more tokens, a session holds at most %d", s->where,

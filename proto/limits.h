@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every bound of the protocol and the daemon, in one place. The configuration may lower some of
-// them, and raises none.
+// Every bound of the protocol and the daemon, in one place; those of the kernels, which include
+// nothing of ours, stand in kernels/kernels.h. The configuration may lower some, and raises none.
 #ifndef KVQ_PROTO_LIMITS_H
 #define KVQ_PROTO_LIMITS_H
 
@@ -17,10 +17,9 @@ enum {
     KVQ_MAX_HEADS = 256,
     KVQ_MAX_SHARDS = 64,
     KVQ_MAX_SESSION_TOKENS = 1 << 24,
-    KVQ_MAX_STEP_TOKENS = 1 << 16,  // appended to one session in one step
-    KVQ_MAX_SPANS = 1024,           // of images and audio among a session's tokens
-    KVQ_MAX_STEP_QUERIES = 1 << 15, // query tokens of one session in one call
-    KVQ_MAX_GPU_QUERIES = 512,      // the same for a session on a GPU
+    KVQ_MAX_STEP_TOKENS = 1 << 16, // appended to one session in one step
+    KVQ_MAX_SPANS = 1024,          // of images and audio among a session's tokens
+    KVQ_MAX_GPU_QUERIES = 512,     // query tokens of one session on a GPU in one call
     KVQ_MAX_ROLLBACK = 1024,
     KVQ_EXACT_PROMPT_SHARE = 2, // a prompt kept in 16 bits takes up to 1/2 of its place's memory
 
@@ -51,14 +50,17 @@ enum {
     KVQ_MAX_KEYS = 64,          // [key NAME] sections
     KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,
-    KVQ_MAX_PORTS = 4096,        // queues of all clients together
-    KVQ_MAX_GPUS = 16,           // of one daemon
-    KVQ_MAX_LETTING_GO = 1024,   // closed host buffers and imports that GPUs have yet to let go of
-    KVQ_GPU_CONNECTIONS = 32,    // most hardware queues that CUDA gives a process on a GPU
-    KVQ_MAX_GPU_PENDING = 64,    // pieces of one client's work that are enqueued on one GPU
-    KVQ_MAX_GPU_OPS = 512,       // operations enqueued on one stream and not started: a
-                                 // hardware queue blocks the caller from about 1,000 on
-    KVQ_MAX_GPU_BURST = 900,     // the same for one session's work on an idle stream
+    KVQ_MAX_PORTS = 4096,      // queues of all clients together
+    KVQ_MAX_GPUS = 16,         // of one daemon
+    KVQ_MAX_LETTING_GO = 1024, // closed host buffers and imports that GPUs have yet to let go of
+    KVQ_GPU_CONNECTIONS = 32,  // most hardware queues that CUDA gives a process on a GPU
+    KVQ_MAX_GPU_PENDING = 64,  // pieces of one client's work that are enqueued on one GPU
+    KVQ_MAX_GPU_OPS = 512,     // operations enqueued on one stream and not started: a
+                               // hardware queue blocks the caller from about 1,000 on
+    KVQ_MAX_GPU_BURST = 900,   // the same for one session's work on an idle stream
+    // Bytes of the runtime directory's path: socket paths hold 107, and the longest name below the
+    // directory is "/admin/c99999".
+    KVQ_MAX_RUNTIME_DIR = 80,
     KVQ_MAX_CONFIG = 256 * 1024, // bytes of a configuration file
     KVQ_MAX_CONFIG_FILES = 64,   // in conf.d
     KVQ_CONFIG_NAME = 64,        // bytes of their names, NUL included

@@ -153,7 +153,7 @@ static int check_queries(const struct kvq_local *local, const struct part *p)
     const struct kvq_work *w = p->work;
     if (e->queries == 0 || (e->append && e->queries > e->append))
         return KVQ_E_INVALID;
-    if (e->queries > (local->here.driver ? KVQ_MAX_GPU_QUERIES : KVQ_MAX_STEP_QUERIES))
+    if (e->queries > (local->here.driver ? KVQ_MAX_GPU_QUERIES : KVQ_MAX_QUERY_TOKENS))
         return KVQ_E_LIMIT;
     int rc = check_rows(&w->q, s->q_heads, kvq_row_dim(s), e->q_row, e->queries);
     if (rc == KVQ_OK)

@@ -7,9 +7,6 @@
 #include "daemon/config/config.h"
 #include "daemon/config/grammar.h"
 
-// Socket paths hold 107 bytes; the longest name below the directory is "/admin/c99999".
-enum { KVQ_MAX_RUNTIME_DIR = 80 };
-
 enum kvq__option_type {
     KVQ_OPTION_TEXT,
     KVQ_OPTION_NUMBER,

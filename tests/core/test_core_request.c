@@ -336,7 +336,7 @@ TEST(test_numbers_of_attend)
 {
     struct kvq_request r = attend();
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
-    assert_int_equal(status_of(r, entry(0, KVQ_MAX_STEP_QUERIES + 1)), KVQ_E_LIMIT);
+    assert_int_equal(status_of(r, entry(0, KVQ_MAX_QUERY_TOKENS + 1)), KVQ_E_LIMIT);
     assert_int_equal(status_of(r, entry(1, 1)), KVQ_E_NO_STEP); // a step's tokens, and no step
     r.layer = 3;
     assert_int_equal(status_of(r, entry(0, 1)), KVQ_E_SHAPE);

@@ -10,9 +10,6 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
-static_assert((int)KVQ_MAX_STEP_QUERIES == (int)KVQ_MAX_QUERY_TOKENS,
-              "the protocol promises what the kernels can");
-
 // What a thread does in the time that it takes to wake another, and later the client, which sleeps
 // once there are no CPUs left to wait on, as kvq_attend_work counts: of 512 tokens of 8 KV heads.
 // That took 0.2 ms on the virtual machine of two CPUs that it was measured on.
@@ -84,7 +81,7 @@ static int check_attend(struct kvq__queue *q, uint32_t i)
         rc = KVQ_E_SHAPE;
     else if (e->queries == 0)
         rc = KVQ_E_INVALID;
-    else if (e->queries > (s->pool->gpu ? KVQ_MAX_GPU_QUERIES : KVQ_MAX_STEP_QUERIES))
+    else if (e->queries > (s->pool->gpu ? KVQ_MAX_GPU_QUERIES : KVQ_MAX_QUERY_TOKENS))
         rc = KVQ_E_LIMIT;
     else if (e->append)
         rc = check_tail(q, i);
