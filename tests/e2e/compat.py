@@ -61,6 +61,10 @@ with kvq.Client(directory) as client, client.queue() as queue:
 
 
 FORMATS = "f16", "oscar2", "kvq2", "ott2"
+# How far sums may be apart, of their size: by what another order of additions does. V of kvq2 has
+# other inner levels in 0.1.0, by 0.08% (docs/upgrading.md).
+CLOSE = 1e-5
+CLOSE_TO = {("0.1.0", "kvq2"): 8e-4}
 
 
 class Build:
@@ -70,6 +74,12 @@ class Build:
         self.name, self.folder, self.python = name, folder, python
         self.bin = os.path.join(folder, "bin")
         self.library = os.path.join(folder, "lib", "libkvq.so")
+
+    def version(self):
+        """As kvqd says it: 0.1.0."""
+        done = subprocess.run([os.path.join(self.bin, "kvqd"), "--version"], capture_output=True,
+                              text=True, check=True)
+        return done.stdout.split()[1]
 
     def daemon(self, **options):
         """A kvqd of this build."""
@@ -122,10 +132,11 @@ class Meet(unittest.TestCase):
         self.addCleanup(shutil.rmtree, folder)
         return folder
 
-    def same(self, got, expected):
-        """Tokens are the same; sums may differ by what another order of additions does."""
+    def same(self, got, expected, form="oscar2"):
+        """Tokens are the same, and sums as close as the two builds promise for the format."""
         self.assertEqual(got[:2], expected[:2])
-        np.testing.assert_allclose(got[2:], expected[2:], rtol=1e-3)
+        close = CLOSE_TO.get((OTHER.version(), form), CLOSE)
+        np.testing.assert_allclose(got[2:], expected[2:], rtol=close)
 
     def test_client_and_daemon(self):
         """A client is told by the other's daemon what its own tells it."""
@@ -145,7 +156,7 @@ class Meet(unittest.TestCase):
             for form in FORMATS:
                 with self.subTest(form, client=client.name, daemon=server.name):
                     for tokens in expected[form]:
-                        self.same(client.engine(daemon, form, form, "context"), tokens)
+                        self.same(client.engine(daemon, form, form, "context"), tokens, form)
 
     def test_one_session_of_both(self):
         """Clients of both go on with one session by turns."""
@@ -175,7 +186,7 @@ class Meet(unittest.TestCase):
                 daemon = self.start(build, storage_dir=folder)
                 for form in FORMATS:
                     with self.subTest(form, first=first.name, second=second.name, turn=i):
-                        self.same(build.engine(daemon, form, form), expected[form][i])
+                        self.same(build.engine(daemon, form, form), expected[form][i], form)
                 daemon.stop()
 
     def test_exports(self):
