@@ -349,7 +349,7 @@ WHAT_IF = (
     ("raw first tokens beside the groups, at no cost", Change(first=0)),
     ("half the start and the merge", Change(start=0.5)),
     ("memory never waits for instructions, nor they for it", Change(overlap=16)),
-    ("all of these but those of blocks and splits", Change(latency=APART, loop=0.75, fixed=0.5,
+    ("all of these except those of blocks and splits", Change(latency=APART, loop=0.75, fixed=0.5,
                                                            waits=0, first=0, start=0.5,
                                                            overlap=16)),
 )
