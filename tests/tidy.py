@@ -202,6 +202,21 @@ def check_lines(tree):
                 yield path, number, "a tab"
 
 
+def check_prose(tree):
+    """Prose in Markdown is at most 100 columns. Tables, code and headings may be wider, and so may
+    what a program writes."""
+    for path in tree.having(".md"):
+        text = tree.text(path)
+        if "; do not edit." in text[:400]:
+            continue
+        written = r"^ *```.*?^ *```|<!-- (\w+): begin -->.*?<!-- \1: end -->"
+        text = re.sub(written, lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+        for number, line in enumerate(text.split("\n"), 1):
+            begun = re.match(r" {0,3}(?:[-*] |\d+\. )?(?![ |#])", line)
+            if begun and " " in line[begun.end():MAX_COLUMNS + 1] and len(line) > MAX_COLUMNS:
+                yield path, number, f"{len(line)} columns of prose, {MAX_COLUMNS} allowed"
+
+
 def check_spdx(tree):
     """Code starts with its licence and then says what the file is for."""
     for path in filter(tree.is_code, tree.paths):
@@ -512,8 +527,9 @@ def check_exports(tree):
 
 
 RULES = {
-    "functions": check_functions, "files": check_files, "lines": check_lines, "spdx": check_spdx,
-    "arrows": check_arrows, "thirdparty": check_thirdparty, "banned": check_banned,
+    "functions": check_functions, "files": check_files, "lines": check_lines,
+    "prose": check_prose, "spdx": check_spdx, "arrows": check_arrows,
+    "thirdparty": check_thirdparty, "banned": check_banned,
     "quiet": check_quiet, "atomics": check_atomics, "isa": check_isa, "prefetch": check_prefetch,
     "dead": check_dead, "words": check_words, "headers": check_headers, "python": check_python,
     "shell": check_shell, "modes": check_modes, "links": check_links, "names": check_names,
@@ -554,7 +570,11 @@ CLEAN = {
     EXPORTS: "KVQ_0 {\n  global:\n    kvq_b;\n};\n",
     DEB_SYMBOLS: "libkvq.so.0 libkvq0\n KVQ_0@KVQ_0 0\n kvq_b@KVQ_0 0\n",
     "tools/run.sh": "#!/bin/bash\n" + PY_HEAD + "echo fine\n",
-    "README.md": "See [the source](proto/a.c) and [the web](https://example.org).\n",
+    "README.md": "See [the source](proto/a.c) and [the web](https://example.org).\n\n"
+                 "# Wide" + " heading" * 13 + "\n\n| a " + "cell " * 20 + "|\n\n    code"
+                 + " of one line" * 9 + "\n\n```\n" + "code " * 21 + "\n```\n\n- [link](https://"
+                 "example.org/" + "x" * 99 + ")\n",
+    "docs/made.md": "Written by `a.py`; do not edit. " + "word " * 21 + "\n",
 }
 
 # Rule, path and text of a file that breaks it. The text replaces the clean one, if there is one.
@@ -571,6 +591,9 @@ PLANTED = (
     ("lines", "proto/planted.c", C_HEAD + "\tint x;\n"),
     ("lines", "kernels/cuda/planted.cu", C_HEAD + "//" + "x" * 99 + "\n"),
     ("lines", "kernels/emu/planted.cpp", C_HEAD + "\tint x;\n"),
+    ("prose", "docs/planted.md", "word " * 21 + "\n"),
+    ("prose", "README.md", "- one\n- " + "word " * 20 + "\n"),
+    ("prose", "docs/planted.md", "```\ncode\n```\n" + "word " * 21 + "\n"),
     ("spdx", "kernels/cuda/planted.cu", "int x;\n"),
     ("spdx", "kernels/emu/planted.cpp", "// SPDX-License-Identifier: Apache-2.0\nint x;\n"),
     ("spdx", "proto/planted.c", "int x;\n"),
