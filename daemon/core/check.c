@@ -671,6 +671,30 @@ static void audit_ended(struct kvq__check *c, const struct kvq__core *core)
         audit_finishing(c, s);
 }
 
+// Requests that wait claim the sessions that they name, and nobody else does.
+static void audit_claims(struct kvq__check *c, const struct kvq__core *core)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__session *s;
+    const struct kvq__queue *q;
+    struct kvq__handle *h;
+    uint64_t claims = 0, claimed = 0;
+    TAILQ_FOREACH (q, &core->waiters, waiter_link) {
+        HOLDS(c, q->turn.claims == q->turn.listed);
+        for (uint32_t i = 0; i < q->header.count; i++) {
+            const struct kvq__session *of = q->work[i].claim.session;
+            HOLDS(c, !of || (q->turn.listed && kvq__claims_have(of, q->turn.ticket)));
+            claims += of != NULL;
+            if (q->turn.listed && kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
+                HOLDS(c, kvq__claims_have(h->session, q->turn.ticket));
+        }
+    }
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        TAILQ_FOREACH (s, &ns->sessions, link)
+            claimed += s->evict.n_claims;
+    HOLDS(c, claims == claimed);
+}
+
 // Those that wait for room stand in the order of their tickets.
 static void audit_waiters(struct kvq__check *c, const struct kvq__core *core)
 {
@@ -683,6 +707,7 @@ static void audit_waiters(struct kvq__check *c, const struct kvq__core *core)
         n++;
     }
     HOLDS(c, n == core->n_waiters);
+    audit_claims(c, core);
 }
 
 void kvq__check_core(struct kvq__check *c, const struct kvq__core *core)

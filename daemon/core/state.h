@@ -283,7 +283,7 @@ struct kvq__core {
     struct kvq__waiters waiters; // queues whose requests wait for room, or have; the oldest first
     uint32_t n_waiters;
     struct kvq__shown shown;
-    uint64_t last_ticket, last_claim;
+    uint64_t last_ticket;
     uint64_t last_check; // of a STEP for sessions in several entries
     struct kvq__evicting evicting[1 + KVQ_MAX_GPUS][KVQ__EVICT_AT_ONCE]; // of each pool
     uint32_t n_evicting;                                                 // in all of them

@@ -149,6 +149,63 @@ SAVING_TEST(test_beside_one_that_waited)
         kvq__session_unref(kit_of(&m, h[i]));
 }
 
+// Sessions that stay have all of the memory.
+static void pin_all(uint64_t h[4])
+{
+    fill_all(h);
+    for (uint32_t i = 0; i < 4; i++)
+        kit_of(&m, h[i])->pinned = true;
+    rest();
+    pass(2 * SECOND);
+}
+
+// ---- Claims ----
+
+// A request for a page for a new session, and with it another one.
+static void wait_beside(struct member *member, uint64_t handle)
+{
+    struct kvq_entry_wire e[3] = {
+        entry(member, opened(member, ""), 1), {.handle = handle}, {.handle = handle}};
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 3, 9);
+    r.flags = KVQ_REQ_WAIT_ROOM;
+    r.deadline_ns = UINT64_MAX;
+    assert_int_equal(kit_request(member, &r, e), 1);
+    core_check(kit.core);
+}
+
+// The oldest of the requests that name a session counts, while it waits and the session is there.
+SAVING_TEST(test_claims)
+{
+    const struct kvq__session_spec spec = {.name = "a", .flags = KVQ__OPEN_READ_ONLY};
+    uint64_t h[4];
+    pin_all(h);
+    const struct kvq__session *s = kit_of(&m, h[0]);
+    assert_int_equal(kvq__claims_oldest(s), UINT64_MAX);
+    wait_beside(&other, kit_opened(&other, &spec));
+    wait_beside(&m, h[0]);
+    assert_int_equal(member_open(&kit, &many[0], 1000, 4096), 0);
+    wait_beside(&many[0], kit_opened(&many[0], &spec));
+    assert_int_equal(kvq__claims_oldest(s), other.queue->turn.ticket);
+    assert_int_equal(s->evict.n_claims, 3);
+    kvq__queue_ending(many[0].queue);
+    assert_int_equal(kit_again(&many[0]), KVQ_E_CANCELLED);
+    member_close(&many[0]);
+    for (uint32_t i = 0; i < 60; i++) { // however often they look
+        pass(MS);
+        assert_int_equal(kit_again(&m), 1);
+        assert_int_equal(kit_again(&other), 1);
+    }
+    assert_int_equal(s->evict.n_claims, 2);
+    kvq__queue_ending(other.queue);
+    assert_int_equal(kit_again(&other), KVQ_E_CANCELLED);
+    assert_int_equal(kvq__claims_oldest(s), m.queue->turn.ticket);
+    kit_of(&m, h[0])->pinned = false;
+    kit_drop(&m, h[0]);
+    core_check(kit.core);
+    rest();
+    assert_int_equal(kit_again(&m), 0); // there is room now
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());

@@ -37,7 +37,6 @@ struct kvq__eviction_request {
     uint64_t since;                 // when the caller began to wait
     uint64_t ticket;                // sessions that requests with a ticket up to it use, stay
     const struct kvq__session *own; // the caller's session: it stays, with its group; NULL = none
-    const struct kvq__queue *queue; // the queue whose request asks; NULL = none
     struct kvq__in_the_way *in_the_way;
     uint64_t *look_at; // KVQ__HELP_LATER: when
 };

@@ -59,6 +59,26 @@ static struct need need_of_request(const struct kvq__queue *q, const struct kvq_
     return need;
 }
 
+// ---- Claims ----
+
+// While a request waits, those after it have no session evicted that it names.
+static void claim_sessions(struct kvq__queue *q)
+{
+    struct kvq__handle *h;
+    assert(q->turn.ticket > 0);
+    for (uint32_t i = 0; i < q->header.count && !q->turn.claims; i++)
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
+            kvq__claim_make(&q->work[i].claim, h->session, q->turn.ticket);
+    q->turn.claims = true;
+}
+
+static void drop_claims(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count && q->turn.claims; i++)
+        kvq__claim_drop(&q->work[i].claim);
+    q->turn.claims = false;
+}
+
 // ---- Turns ----
 
 // What changes when a request that waits like this one should look again.
@@ -106,6 +126,7 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, ui
     assert(!q->turn.listed && q->turn.ticket > 0);
     if (!q->turn.in_line)
         add_waiter(q);
+    claim_sessions(q);
     q->turn.listed = true;
     q->turn.place = refused->pool;
     q->turn.ns = refused->ns;
@@ -152,6 +173,7 @@ bool kvq__admission_turn(struct kvq__queue *q)
          before = TAILQ_NEXT(before, waiter_link))
         if (comes_first(before, q))
             return false;
+    drop_claims(q);
     q->turn.listed = false;
     return true;
 }
@@ -160,6 +182,7 @@ void kvq__admission_leave(struct kvq__queue *q)
 {
     if (q->turn.in_line)
         drop_waiter(q);
+    drop_claims(q);
     q->turn.ticket = 0;
     q->turn.looked = 0;
     q->turn.refused.code = 0;
@@ -230,11 +253,12 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
         return true;
     }
     struct kvq__eviction_request asked = {refused, missing, q->turn.since, q->turn.ticket,
-                                          own,     q,       &way,          &look_at};
+                                          own,     &way,    &look_at};
     if (fits && !core->draining && has_just_looked(q)) {
         enlist(q, refused, q->turn.looked + looks_apart(core, KVQ__LEAST_LOOK_NS));
         return true;
     }
+    claim_sessions(q); // its own as well, as of its ticket
     if (fits && !core->draining)
         help = core->up->evict_for(core, &asked);
     if (help == KVQ__HELP_LATER && kvq__admission_too_late(q->turn.since, look_at))
@@ -243,6 +267,7 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
     if (help == KVQ__HELP_NONE && !patient) {
         if (reports)
             kvq__admission_refuse(core, refused, missing, fits ? &way : NULL);
+        drop_claims(q);
         return false;
     }
     core->counts.waited_for_room += first;

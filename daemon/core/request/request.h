@@ -72,6 +72,7 @@ struct kvq__entry {
         uint32_t ops;
         bool more; // the next wave goes on from `to`
     } part;
+    struct kvq__claim claim; // while the request waits for room
     uint64_t step_serial;
     uint64_t past;        // committed tokens when it started
     uint64_t attend_work; // what kvq_attend_work says of it, of work_of_all
@@ -176,6 +177,7 @@ struct kvq__turn {
     bool quota;                   // for it is at its limit there
     uint32_t entry;               // the one that was refused, unless refused.code is 0
     struct kvq__shortage refused; // what it was refused
+    bool claims;                  // its entries claim their sessions: while it waits
 };
 
 struct kvq__queue {

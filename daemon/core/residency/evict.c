@@ -164,7 +164,7 @@ static void consider_session(const struct kvq__session *s, const struct choice *
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
     look->pinned |= s->pinned;
     look->own |= s == asked->own;
-    look->claimed |= s->evict.claim == core->last_claim && s->evict.claimed <= asked->ticket;
+    look->claimed |= kvq__claims_oldest(s) <= asked->ticket;
     look->gain += gain_of(s, asked->shortage, c->shared);
     look->bytes += bytes;
     look->unsaved += kvq__is_unsaved(s) ? bytes : 0;
@@ -325,32 +325,6 @@ static void choose(struct kvq__core *core, const struct kvq__eviction_request *a
         look_soon(core, asked);
     }
     consider_coming(core, c);
-}
-
-// Marks the sessions of requests that wait for room: the asking one's, and of all others.
-static void claim(struct kvq__core *core, const struct kvq__queue *q, uint64_t ticket)
-{
-    struct kvq__handle *h;
-    for (uint32_t i = 0; i < q->header.count; i++) {
-        if (kvq__handle_get(q->client, q->entries[i].handle, &h) < 0)
-            continue;
-        struct kvq__session *s = h->session;
-        if (s->evict.claim == core->last_claim && s->evict.claimed < ticket)
-            continue;
-        s->evict.claim = core->last_claim;
-        s->evict.claimed = ticket;
-    }
-}
-
-static void claim_all(struct kvq__core *core, const struct kvq__eviction_request *asked)
-{
-    const struct kvq__queue *q;
-    core->last_claim++;
-    TAILQ_FOREACH (q, &core->waiters, waiter_link)
-        if (q->turn.listed) // else it has its room: its sessions are used, and not waited for
-            claim(core, q, q->turn.ticket);
-    if (asked->queue)
-        claim(core, asked->queue, asked->ticket);
 }
 
 // ---- What is under way ----
@@ -581,7 +555,6 @@ static enum kvq__help make_room_for(struct kvq__core *core,
                                     const struct kvq__eviction_request *asked, struct under_way *u)
 {
     struct choice c;
-    claim_all(core, asked);
     choose(core, asked, false, &c);
     enum kvq__help prompts =
         kvq__exact_give_way(core, asked, kvq__shortage_free(asked->shortage), c.all + c.busy);
@@ -690,7 +663,6 @@ static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)
     struct kvq__eviction_request asked = {
         .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
     struct choice c;
-    claim_all(core, &asked);
     choose(core, &asked, false, &c);
     if (c.n > 0 && is_above(core, pool))
         relieve(core, &c);

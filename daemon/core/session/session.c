@@ -195,6 +195,7 @@ void kvq__session_end(struct kvq__session *s, const char *why)
         kvq__handle_free(h);
     }
     assert(!s->step && !s->writer && s->readers == 0);
+    kvq__claims_end(s);
     kvq__group_part(s);
     kvq__pack_unqueue(s);
     kvq__tables_orphan(s);

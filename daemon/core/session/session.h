@@ -11,6 +11,7 @@
 
 #include "daemon/core/gpu/gpu.h"
 #include "daemon/core/mem/pool.h"
+#include "daemon/core/session/claims.h"
 #include "daemon/core/session/formats.h"
 #include "daemon/core/session/prefix.h"
 
@@ -232,8 +233,8 @@ struct kvq__session {
         uint64_t back_at;               // when it last came back; 0 = never
         uint64_t try_after;             // after a failed eviction: not tried again before
         uint64_t look;                  // number of the last look that has visited its group
-        // The last look at waiting requests that name it, and their oldest ticket.
-        uint64_t claim, claimed;
+        struct kvq__claims claims;      // of requests that wait for room (claims.h)
+        uint32_t n_claims;
     } evict;
     struct {                    // demote.c
         struct kvq__pool *home; // the GPU that it goes back to when it is used; NULL = none
