@@ -52,6 +52,7 @@ struct kvq__namespace {
     enum kvq__limit last_refused;
     uint32_t *uids, *gids;
     uint32_t n_uids, n_gids;
+    struct kvq__demand demands[KVQ__LIMITS];
     uint64_t full_event_at, quota_event_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
     bool lenient; // table bytes are taken for a moment only: they count, but are not refused
@@ -283,13 +284,18 @@ struct kvq__core {
     struct kvq__waiters waiters; // queues whose requests wait for room, or have; the oldest first
     uint32_t n_waiters;
     struct kvq__shown shown;
-    uint64_t last_ticket;
-    uint64_t last_check; // of a STEP for sessions in several entries
+    uint64_t next_try; // of one of them from the start, unless there seems to be room
+    uint64_t last_ticket, last_attempt;
+    uint64_t counted_layers; // that counts of needs have visited so far; for tests
+    uint64_t last_check;     // of a STEP for sessions in several entries
     struct kvq__evicting evicting[1 + KVQ_MAX_GPUS][KVQ__EVICT_AT_ONCE]; // of each pool
     uint32_t n_evicting;                                                 // in all of them
     uint64_t evictions_ended; // of all that were begun, whatever came of it
-    uint64_t evict_looks;     // looks for a session that may go
-    uint64_t demote_after;    // there was no room on the host; not before then
+    uint64_t evict_looks;     // looks for a session that may go,
+    uint64_t evict_work;      // layers and blocks that these have visited so far,
+    uint64_t look_work;       // and those of the last look
+    struct kvq__demand demands[1 + KVQ_MAX_GPUS]; // of each pool
+    uint64_t demote_after;                        // there was no room on the host; not before then
     struct kvq__counts counts;
     struct kvq__refused refused; // requests of rings
     struct kvq__pack_sample pack_sample;

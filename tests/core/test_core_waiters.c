@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Many requests that wait for room at once: how often they look for it, and who gets it.
+// Many requests that wait for room at once, and large ones: how often they look for it, what that
+// takes, counted and not timed, and who gets it.
 #include "tests/core/evict_kit.h"
 
 enum { MANY = 150 };
@@ -149,6 +150,20 @@ SAVING_TEST(test_beside_one_that_waited)
         kvq__session_unref(kit_of(&m, h[i]));
 }
 
+// ---- What a request costs the poller ----
+
+enum { BATCH = 60 }; // that need a page each would fit, if nobody else were there
+
+static struct kvq_entry_wire batch[BATCH];
+
+// A step of so many new sessions, of n tokens each.
+static struct kvq_request step_of_many(struct member *member, uint32_t count, uint32_t n)
+{
+    for (uint32_t i = 0; i < count; i++)
+        batch[i] = entry(member, opened(member, ""), n);
+    return kit_of_step(KVQ_OP_STEP_BEGIN, (uint16_t)count, 9);
+}
+
 // Sessions that stay have all of the memory.
 static void pin_all(uint64_t h[4])
 {
@@ -157,6 +172,141 @@ static void pin_all(uint64_t h[4])
         kit_of(&m, h[i])->pinned = true;
     rest();
     pass(2 * SECOND);
+}
+
+static uint32_t count_status(const struct member *member, uint32_t n, int status)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < n; i++)
+        count += kvq__queue_results(member->queue)[i].status == status;
+    return count;
+}
+
+// What the entries of a request need is counted once, and room for them is asked for once, however
+// many of them are refused.
+SAVING_TEST(test_refused_in_one_go)
+{
+    uint64_t h[4];
+    pin_all(h);
+    struct kvq_request r = step_of_many(&other, BATCH, 1);
+    uint64_t layers = kit.core->counted_layers, looks = kit.core->evict_looks;
+    uint32_t before = refused();
+    assert_int_equal(kit_request(&other, &r, batch), 0);
+    assert_int_equal(count_status(&other, BATCH, KVQ_E_NO_MEMORY), BATCH);
+    assert_int_equal(refused() - before, BATCH);
+    assert_in_range(kit.core->counted_layers - layers, BATCH * LAYERS, (BATCH + 1) * LAYERS);
+    assert_in_range(kit.core->evict_looks - looks, 1, 2);
+    core_check(kit.core);
+}
+
+// The same of forks, each of which needs a block.
+SAVING_TEST(test_forks_refused_in_one_go)
+{
+    uint64_t h[4];
+    pin_all(h);
+    for (uint32_t i = 0; i < BATCH; i++)
+        batch[i] = entry(&m, h[0], 0);
+    struct kvq_request r = kit_header(KVQ_OP_FORK, BATCH);
+    uint64_t looks = kit.core->evict_looks;
+    assert_int_equal(kit_request(&m, &r, batch), 0);
+    assert_int_equal(count_status(&m, BATCH, KVQ_E_NO_MEMORY), BATCH);
+    assert_in_range(kit.core->evict_looks - looks, 1, 2);
+    core_check(kit.core);
+}
+
+// Entries are refused until there can be room for all of the rest; for that the request waits. Then
+// those that came first have it.
+SAVING_TEST(test_room_for_some_entries)
+{
+    enum { SOME = 6 };
+    uint64_t h[4];
+    pin_all(h);
+    kit_drop(&m, h[3]);               // there is room for one of them,
+    kit_of(&m, h[2])->pinned = false; // and for another one if this session goes
+    rest();
+    struct kvq_request r = step_of_many(&other, SOME, SESSION);
+    uint64_t looks = kit.core->evict_looks;
+    assert_int_equal(kit_request(&other, &r, batch), 1);
+    assert_true(other.queue->turn.listed && other.queue->turn.entry == SOME - 1);
+    assert_int_equal(other.queue->turn.need.missing, 2 * SESSION_BYTES);
+    assert_in_range(kit.core->evict_looks - looks, 2, 6); // for all, for the rest
+    assert_int_equal(count_status(&other, SOME, KVQ_E_NO_MEMORY), SOME - 2);
+    core_check(kit.core);
+    assert_int_equal(finish(&other, 1), 0);
+    for (uint32_t i = 0; i < SOME; i++)
+        assert_int_equal(kvq__queue_results(other.queue)[i].status, i < 2 ? 0 : KVQ_E_NO_MEMORY);
+    assert_int_equal(evicted(), 1);
+    core_check(kit.core);
+}
+
+// Begins to wait for a page for each of many sessions.
+static void wait_for_many(struct member *member)
+{
+    struct kvq_request r = step_of_many(member, BATCH, 1);
+    r.flags = KVQ_REQ_WAIT_ROOM;
+    r.deadline_ns = UINT64_MAX;
+    assert_int_equal(kit_request(member, &r, batch), 1);
+    const struct kvq__session *s = kit_of(member, batch[0].handle);
+    assert_int_equal(member->queue->turn.need.missing,
+                     BATCH * kvq__session_bytes_at(s, s->pool, 1));
+}
+
+static void wait_no_more(struct member *member)
+{
+    kvq__queue_ending(member->queue);
+    assert_int_equal(kit_again(member), KVQ_E_CANCELLED);
+}
+
+// Both are asked again, somewhat later and after something was freed. How many of them are tried
+// from the start.
+static uint64_t tries_of_both(void)
+{
+    uint64_t before = kit.core->counted_layers;
+    pass(MS);
+    kit.core->freed++;
+    assert_int_equal(kit_again(&other), 1);
+    assert_int_equal(kit_again(&m), 1);
+    return (kit.core->counted_layers - before) / (BATCH * LAYERS);
+}
+
+// A request that waits, and knows what it needs, visits its entries no more when it looks, whatever
+// is freed meanwhile, but once in a while; and then another one does so later.
+SAVING_TEST(test_looks_of_large_ones)
+{
+    uint64_t h[4];
+    pin_all(h);
+    wait_for_many(&other);
+    wait_for_many(&m);
+    uint64_t looks = kit.core->evict_looks;
+    for (uint32_t ms = 0; ms < 49; ms++)
+        assert_int_equal(tries_of_both(), 0);
+    assert_in_range(kit.core->evict_looks - looks, 32, 40); // each visits the sessions twice
+    assert_int_equal(tries_of_both(), 1);
+    assert_int_equal(tries_of_both(), 1);
+    assert_int_equal(tries_of_both(), 0);
+    core_check(kit.core);
+    wait_no_more(&other);
+    wait_no_more(&m);
+}
+
+// Where there seems to be room and is none, say since it lies in extents of others, it tries anew
+// only as often as its work allows.
+SAVING_TEST(test_tries_in_vain)
+{
+    uint64_t h[4];
+    pin_all(h);
+    wait_for_many(&other);
+    uint32_t tries = 0;
+    for (uint32_t i = 0; i < 100; i++) {
+        uint64_t layers = kit.core->counted_layers;
+        pass(MS / 10);
+        kit.core->freed++;
+        other.queue->turn.need.missing = 0;
+        assert_int_equal(kit_again(&other), 1);
+        tries += kit.core->counted_layers > layers;
+    }
+    assert_in_range(tries, 10, 20); // each visits 1,080 layers, as it were, and so has 0.5 ms
+    wait_no_more(&other);
 }
 
 // ---- Claims ----

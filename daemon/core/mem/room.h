@@ -17,6 +17,24 @@ uint64_t kvq__shortage_free(const struct kvq__shortage *shortage);
 // How many sessions could not make room for a request, by the reason.
 struct kvq__in_the_way {
     uint32_t in_use, pinned, young, nowhere; // nowhere: no place could take them
+    // Until something changes, whoever needs more than so many bytes gets the same answer, if that
+    // was NONE, or LATER and too late.
+    uint64_t reach;
+};
+
+// Bytes that a request needs where there is no room for it.
+struct kvq__need {
+    uint64_t missing; // that are yet to be had
+    uint64_t whole;   // with what its sessions have there
+};
+
+// What the request that takes pages just now needs of a place, or of a namespace below its limit
+// (admission.c).
+struct kvq__demand {
+    uint64_t attempt;      // to take pages that it belongs to; that of another attempt is stale
+    struct kvq__need need; // of the entries that have neither been refused nor got theirs
+    bool refused;          // there is no room for more than in_the_way.reach bytes
+    struct kvq__in_the_way in_the_way;
 };
 
 enum kvq__help {

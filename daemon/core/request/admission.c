@@ -12,6 +12,9 @@
 #define PATIENCE_NS 2000000000ull // for a session to become old enough
 #define LOOK_NS     50000000ull   // a request that waits looks again so often, whatever was freed,
 #define APART_NS    1000000ull    // or less often: so far apart are the looks of all together
+#define VISIT_NS    100ull        // and farther, for each layer and block that the last one visited
+#define TRY_NS      500ull        // so far apart are tries from the start, for each layer of them
+enum { ENTRY_WORK = 16 };         // what an entry is beside its layers
 
 // ---- What is needed ----
 
@@ -29,33 +32,94 @@ uint64_t kvq__session_bytes_at(const struct kvq__session *s, const struct kvq__p
     return bytes;
 }
 
-// Of a request, in the place or namespace that has no room for it.
-struct need {
-    uint64_t missing; // that is yet to be had
-    uint64_t whole;   // with what its sessions have there
-};
-
-// `least`: so much is missing at least; what a fork needs is known by that alone.
-static struct need need_of_request(const struct kvq__queue *q, const struct kvq__shortage *shortage,
-                                   uint64_t least)
+// What is known of the need in the place, or below the limit, that has no room, in the request's
+// attempt to take pages.
+static struct kvq__demand *demand_of(const struct kvq__queue *q, const struct kvq__shortage *s)
 {
-    struct need need = {0};
-    assert(shortage->code < 0 && shortage->pool);
-    for (uint32_t i = 0; i < q->header.count; i++) {
-        const struct kvq__session *s = q->work[i].session;
-        if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 ||
-            !kvq__shortage_counts(shortage, s))
+    enum kvq__limit which = kvq__pool_limit(s->pool);
+    struct kvq__demand *d = s->code == KVQ_E_QUOTA ? &s->ns->demands[which]
+                                                   : &q->core->demands[s->pool - q->core->pools];
+    assert(q->turn.attempt > 0);
+    if (d->attempt != q->turn.attempt)
+        *d = (struct kvq__demand){.attempt = q->turn.attempt};
+    return d;
+}
+
+// The two that count an entry's session.
+static void demands_of(const struct kvq__queue *q, uint32_t i, struct kvq__demand *both[2])
+{
+    const struct kvq__session *s = q->work[i].session;
+    both[0] = demand_of(q, &(struct kvq__shortage){s->ns, s->pool, .code = KVQ_E_QUOTA});
+    both[1] = demand_of(q, &(struct kvq__shortage){s->ns, s->pool, .code = KVQ_E_NO_MEMORY});
+}
+
+static bool takes_pages(const struct kvq__queue *q, uint32_t i)
+{
+    return kvq__entry_alive(q, i) && q->entries[i].append > 0;
+}
+
+static struct kvq__need need_of_entry(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    uint64_t now = kvq__session_held_bytes(s);
+    uint64_t then = kvq__session_bytes_at(s, s->pool, s->tokens + q->entries[i].append);
+    uint64_t whole = kvq__max(then, now), prompt = kvq__exact_bytes(s);
+    q->core->counted_layers += s->n_layers;
+    return (struct kvq__need){.missing = then > now ? then - now : 0,
+                              .whole = whole > prompt ? whole - prompt : 0};
+}
+
+// Once in an attempt: from then on the demands change as entries get their pages or are refused.
+static void count_needs(struct kvq__queue *q)
+{
+    struct kvq__demand *both[2];
+    for (uint32_t i = 0; i < q->header.count && !q->turn.counted; i++) {
+        if (!takes_pages(q, i))
             continue;
-        uint64_t now = kvq__session_held_bytes(s);
-        uint64_t then = kvq__session_bytes_at(s, s->pool, s->tokens + q->entries[i].append);
-        need.missing += then > now ? then - now : 0;
-        uint64_t whole = kvq__max(then, now), prompt = kvq__exact_bytes(s);
-        need.whole += whole > prompt ? whole - prompt : 0;
+        struct kvq__need need = q->work[i].need = need_of_entry(q, i);
+        demands_of(q, i, both);
+        for (uint32_t k = 0; k < 2; k++) {
+            both[k]->need.missing += need.missing;
+            both[k]->need.whole += need.whole;
+        }
     }
-    if (need.missing < least)
-        need.missing = least;
-    if (need.whole < need.missing)
-        need.whole = need.missing;
+    q->turn.counted = true;
+}
+
+void kvq__admission_took(struct kvq__queue *q, uint32_t i, uint64_t bytes)
+{
+    struct kvq__demand *both[2];
+    demands_of(q, i, both);
+    for (uint32_t k = 0; k < 2; k++)
+        both[k]->in_the_way.reach -= kvq__min(both[k]->in_the_way.reach, bytes);
+}
+
+// The entry has its pages, or was refused.
+static void entry_is_over(struct kvq__queue *q, uint32_t i, bool refused)
+{
+    const struct kvq__need *need = &q->work[i].need;
+    struct kvq__demand *both[2];
+    if (!q->turn.counted)
+        return;
+    demands_of(q, i, both);
+    if (!refused)
+        kvq__admission_took(q, i, need->missing);
+    for (uint32_t k = 0; k < 2; k++) {
+        assert(both[k]->need.missing >= need->missing && both[k]->need.whole >= need->whole);
+        both[k]->need.missing -= need->missing;
+        both[k]->need.whole -= refused ? need->whole : 0;
+    }
+}
+
+// `least`: so much is missing at least.
+static struct kvq__need need_of_request(struct kvq__queue *q, const struct kvq__shortage *shortage,
+                                        uint64_t least)
+{
+    assert(shortage->code < 0 && shortage->pool);
+    count_needs(q);
+    struct kvq__need need = demand_of(q, shortage)->need;
+    need.missing = kvq__max(need.missing, least);
+    need.whole = kvq__max(need.whole, need.missing);
     return need;
 }
 
@@ -87,11 +151,33 @@ static uint64_t changes(const struct kvq__queue *q)
     return q->turn.extents ? q->core->extents_made : q->core->freed;
 }
 
-// A look costs the more the more requests wait. So all together take the same part of the time,
-// however many they are.
+// The looks of all that wait take the same part of the time, however many there are and however
+// many sessions each visits.
 static uint64_t looks_apart(const struct kvq__core *core, uint64_t least)
 {
-    return kvq__max(least, core->n_waiters * APART_NS);
+    uint64_t apart = kvq__max(APART_NS, core->look_work * VISIT_NS);
+    return kvq__max(least, core->n_waiters * apart);
+}
+
+// So do their tries from the start, which visit all layers of their entries: those that visit fewer
+// have more. The time of the next one, which is no sooner than the work of the last one allows,
+// whosever that was.
+static uint64_t next_try(const struct kvq__queue *q, uint64_t least)
+{
+    uint64_t apart = (uint64_t)q->core->n_waiters * q->turn.work * TRY_NS;
+    return kvq__max(q->core->next_try, q->turn.tried + kvq__max(least, apart));
+}
+
+static uint32_t work_of_try(const struct kvq__queue *q)
+{
+    uint32_t work = 0;
+    struct kvq__handle *h;
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        work += ENTRY_WORK;
+        if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
+            work += h->session->n_layers;
+    }
+    return work;
 }
 
 // Its ticket mostly is the newest: not that of a request that was refused before for other entries.
@@ -106,6 +192,7 @@ static void add_waiter(struct kvq__queue *q)
     else
         TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
     core->n_waiters++;
+    q->turn.work = work_of_try(q);
     q->turn.in_line = true;
 }
 
@@ -123,10 +210,12 @@ static void drop_waiter(struct kvq__queue *q)
 static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, uint64_t look_at)
 {
     struct kvq__core *core = q->core;
-    assert(!q->turn.listed && q->turn.ticket > 0);
+    assert(q->turn.ticket > 0);
     if (!q->turn.in_line)
         add_waiter(q);
     claim_sessions(q);
+    if (!q->turn.listed)
+        q->turn.tried = core->now;
     q->turn.listed = true;
     q->turn.place = refused->pool;
     q->turn.ns = refused->ns;
@@ -160,35 +249,23 @@ static bool comes_first(const struct kvq__queue *before, const struct kvq__queue
            before->turn.seen != changes(before);
 }
 
-bool kvq__admission_turn(struct kvq__queue *q)
-{
-    struct kvq__core *core = q->core;
-    const struct kvq__queue *before;
-    if (!q->turn.listed)
-        return true;
-    if (q->turn.seen == changes(q) && core->now < q->turn.look_at)
-        return false;
-    assert(q->turn.ticket > 0 && q->turn.since <= core->now);
-    for (before = first_unseen(core); before && before->turn.ticket < q->turn.ticket;
-         before = TAILQ_NEXT(before, waiter_link))
-        if (comes_first(before, q))
-            return false;
-    drop_claims(q);
-    q->turn.listed = false;
-    return true;
-}
-
 void kvq__admission_leave(struct kvq__queue *q)
 {
     if (q->turn.in_line)
         drop_waiter(q);
     drop_claims(q);
+    q->turn.hoped = false;
     q->turn.ticket = 0;
     q->turn.looked = 0;
     q->turn.refused.code = 0;
 }
 
 // ---- Asking ----
+
+static bool is_full(const struct kvq__shortage *refused)
+{
+    return refused->code == KVQ_E_QUOTA || refused->code == KVQ_E_NO_MEMORY;
+}
 
 bool kvq__admission_too_late(uint64_t since, uint64_t look_at)
 {
@@ -236,38 +313,60 @@ static bool has_just_looked(const struct kvq__queue *q)
            (q->turn.evictions == core->evictions_ended || core->n_evicting > 0);
 }
 
-static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
-                          const struct kvq__shortage *refused, struct need need, bool reports)
+// Asks whether somebody can make room, unless that is known to be in vain from an entry before.
+static enum kvq__help ask_for_help(struct kvq__queue *q, const struct kvq__eviction_request *asked,
+                                   struct kvq__demand *d)
 {
-    uint64_t missing = need.missing, whole = need.whole;
+    if (d && d->refused && asked->need > d->in_the_way.reach) {
+        *asked->in_the_way = d->in_the_way;
+        return KVQ__HELP_NONE;
+    }
+    claim_sessions(q); // its own as well, as of its ticket
+    enum kvq__help help = q->core->up->evict_for(q->core, asked);
+    if (help == KVQ__HELP_LATER && kvq__admission_too_late(asked->since, *asked->look_at))
+        help = KVQ__HELP_NONE;
+    if (d && help == KVQ__HELP_NONE)
+        d->in_the_way = *asked->in_the_way;
+    if (d)
+        d->refused = help == KVQ__HELP_NONE;
+    return help;
+}
+
+// d: of the attempt to take pages; NULL: it is none.
+static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
+                          const struct kvq__shortage *refused, struct kvq__need need,
+                          struct kvq__demand *d, bool reports)
+{
     struct kvq__core *core = q->core;
     struct kvq__in_the_way way = {0};
     uint64_t look_at = UINT64_MAX;
     enum kvq__help help = KVQ__HELP_NONE;
-    bool fits = whole <= kvq__shortage_limit(refused), first = q->turn.ticket == 0;
+    bool fits = need.whole <= kvq__shortage_limit(refused), first = q->turn.ticket == 0;
     assert(refused->code < 0 && refused->pool);
     take_request_ticket(q);
+    q->turn.need = need;
     if (refused->code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
-        kvq__pool_want(refused->ns, refused->pool, missing);
+        kvq__pool_want(refused->ns, refused->pool, need.missing);
         enlist(q, refused, look_at);
         return true;
     }
-    struct kvq__eviction_request asked = {refused, missing, q->turn.since, q->turn.ticket,
-                                          own,     &way,    &look_at};
+    struct kvq__eviction_request asked = {.shortage = refused,
+                                          .need = need.missing,
+                                          .since = q->turn.since,
+                                          .ticket = q->turn.ticket,
+                                          .own = own,
+                                          .in_the_way = &way,
+                                          .look_at = &look_at};
     if (fits && !core->draining && has_just_looked(q)) {
         enlist(q, refused, q->turn.looked + looks_apart(core, KVQ__LEAST_LOOK_NS));
         return true;
     }
-    claim_sessions(q); // its own as well, as of its ticket
     if (fits && !core->draining)
-        help = core->up->evict_for(core, &asked);
-    if (help == KVQ__HELP_LATER && kvq__admission_too_late(q->turn.since, look_at))
-        help = KVQ__HELP_NONE;
+        help = ask_for_help(q, &asked, d);
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
     if (help == KVQ__HELP_NONE && !patient) {
         if (reports)
-            kvq__admission_refuse(core, refused, missing, fits ? &way : NULL);
-        drop_claims(q);
+            kvq__admission_refuse(core, refused, need.missing, fits ? &way : NULL);
         return false;
     }
     core->counts.waited_for_room += first;
@@ -277,18 +376,34 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
     return true;
 }
 
+static bool waits_or_drops(struct kvq__queue *q)
+{
+    if (!q->turn.listed)
+        drop_claims(q);
+    return q->turn.listed;
+}
+
 bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own,
                          const struct kvq__shortage *refused, uint64_t missing, uint64_t whole)
 {
-    return wait_for_room(q, own, refused, (struct need){missing, whole}, true);
+    assert(!q->turn.listed);
+    q->turn.refused.code = 0;
+    wait_for_room(q, own, refused, (struct kvq__need){missing, whole}, demand_of(q, refused), true);
+    return waits_or_drops(q);
 }
 
 static bool ask_for_room(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused,
-                         struct need need, bool reports)
+                         struct kvq__need need, bool reports)
 {
     q->turn.entry = i;
     q->turn.refused = *refused;
-    return wait_for_room(q, q->work[i].session, refused, need, reports);
+    return wait_for_room(q, q->work[i].session, refused, need, demand_of(q, refused), reports);
+}
+
+void kvq__admission_begin(struct kvq__queue *q)
+{
+    q->turn.attempt = ++q->core->last_attempt;
+    q->turn.counted = q->turn.swept = false;
 }
 
 bool kvq__admission_ask(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused,
@@ -296,43 +411,110 @@ bool kvq__admission_ask(struct kvq__queue *q, uint32_t i, const struct kvq__shor
 {
     if (refused->code == 0) // what was missing is no block
         return false;
-    return ask_for_room(q, i, refused, need_of_request(q, refused, least), true);
+    ask_for_room(q, i, refused, (struct kvq__need){least, least}, true);
+    return waits_or_drops(q);
+}
+
+void kvq__admission_gave_back(struct kvq__queue *q, const struct kvq__session *s, uint64_t bytes)
+{
+    if (q->turn.listed && is_full(&q->turn.refused) && kvq__shortage_counts(&q->turn.refused, s))
+        q->turn.need.missing += bytes;
+}
+
+// ---- Waiting on ----
+
+// The session whose entry was refused, if that still counts there; NULL: it does not, or has gone.
+static const struct kvq__session *refused_session(const struct kvq__queue *q)
+{
+    const struct kvq__shortage *refused = &q->turn.refused;
+    struct kvq__handle *h;
+    if (!is_full(refused) || kvq__handle_get(q->client, q->entries[q->turn.entry].handle, &h) < 0)
+        return NULL;
+    const struct kvq__session *s = h->session;
+    return s->ns == refused->ns && kvq__shortage_counts(refused, s) ? s : NULL;
+}
+
+// Whether a request whose turn it is waits on without another try from the start: what it needs is
+// not there, as far as is known since the last one. What has changed of its sessions meanwhile is
+// seen when the time for another try has come.
+static bool waits_on(struct kvq__queue *q)
+{
+    const struct kvq__core *core = q->core;
+    const struct kvq__session *s = refused_session(q);
+    struct kvq__shortage refused = q->turn.refused;
+    bool in_vain = q->turn.hoped; // the last one was
+    q->turn.hoped = false;
+    if (core->now >= next_try(q, LOOK_NS))
+        return false;
+    refused.later = false; // that may be over
+    if (s && q->turn.need.missing > kvq__shortage_free(&refused) &&
+        wait_for_room(q, s, &refused, q->turn.need, NULL, false)) {
+        q->turn.hoped = in_vain;
+        return true;
+    }
+    q->turn.hoped = true;
+    if (!in_vain || core->now >= next_try(q, 0))
+        return false;
+    q->turn.seen = changes(q); // others may go first
+    q->turn.look_at = next_try(q, 0);
+    return true;
+}
+
+bool kvq__admission_turn(struct kvq__queue *q)
+{
+    struct kvq__core *core = q->core;
+    const struct kvq__queue *before;
+    if (!q->turn.listed)
+        return true;
+    if (q->turn.seen == changes(q) && core->now < q->turn.look_at)
+        return false;
+    assert(q->turn.ticket > 0 && q->turn.since <= core->now);
+    for (before = first_unseen(core); before && before->turn.ticket < q->turn.ticket;
+         before = TAILQ_NEXT(before, waiter_link))
+        if (comes_first(before, q))
+            return false;
+    if (waits_on(q))
+        return false;
+    core->next_try = core->now + q->turn.work * TRY_NS;
+    drop_claims(q);
+    q->turn.listed = false;
+    return true;
 }
 
 // ---- Taking pages ----
 
-static bool is_short(struct kvq__core *core, const struct kvq__shortage *s, uint64_t missing)
+// Deferred frees are ended first, once in an attempt: their readers do not end meanwhile.
+static bool is_short(struct kvq__queue *q, const struct kvq__shortage *s, uint64_t missing)
 {
-    return missing > kvq__shortage_free(s) &&
-           !(kvq__deferred_free(core, true) && missing <= kvq__shortage_free(s));
+    if (missing <= kvq__shortage_free(s))
+        return false;
+    if (!q->turn.swept)
+        kvq__deferred_free(q->core, true);
+    q->turn.swept = true;
+    return missing > kvq__shortage_free(s);
 }
 
 // Whether the session could not have so many tokens now even if all prefixes gave way: then none
 // does, and nothing is taken to be given back. `refused` is 0 if it could.
-static bool needs_more_room(const struct kvq__session *s, uint64_t tokens,
-                            struct kvq__shortage *refused)
+static bool needs_more_room(struct kvq__queue *q, uint32_t entry, struct kvq__shortage *refused)
 {
     static const int codes[] = {KVQ_E_QUOTA, KVQ_E_NO_MEMORY};
-    uint64_t now = kvq__session_held_bytes(s), then = kvq__session_bytes_at(s, s->pool, tokens);
+    const struct kvq__session *s = q->work[entry].session;
+    struct kvq__need need = q->turn.counted ? q->work[entry].need : need_of_entry(q, entry);
     for (uint32_t i = 0; i < 2; i++) {
         *refused = (struct kvq__shortage){.ns = s->ns, .pool = s->pool, .code = codes[i]};
-        if (is_short(s->core, refused, then > now ? then - now : 0))
+        if (is_short(q, refused, need.missing))
             return true;
     }
     *refused = (struct kvq__shortage){0};
     return false;
 }
 
-static bool is_full(const struct kvq__shortage *refused)
-{
-    return refused->code == KVQ_E_QUOTA || refused->code == KVQ_E_NO_MEMORY;
-}
-
 // Whether the request waits until it can have all it needs, prefixes included that would give way.
 static bool waits_for_all(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused)
 {
-    struct need need = need_of_request(q, refused, 0);
-    return is_short(q->core, refused, need.missing) && ask_for_room(q, i, refused, need, false);
+    struct kvq__need need = need_of_request(q, refused, 0);
+    return is_short(q, refused, need.missing) && ask_for_room(q, i, refused, need, false);
 }
 
 // The same of a request that has waited, without another try.
@@ -351,15 +533,28 @@ static bool waits_still(struct kvq__queue *q)
            waits_for_all(q, i, &refused);
 }
 
+// Whether it does so for what the entries lack that have not been refused. Reports it if not.
+static bool waits_for_the_rest(struct kvq__queue *q, uint32_t i,
+                               const struct kvq__shortage *refused)
+{
+    if (refused->code == 0) // what was missing is no block
+        return false;
+    return ask_for_room(q, i, refused, need_of_request(q, refused, refused->bytes), true);
+}
+
 static bool take_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
-    if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->evict.taker == q)
+    if (!takes_pages(q, i))
         return true;
+    if (s->evict.taker == q) { // it stands in two entries
+        entry_is_over(q, i, false);
+        return true;
+    }
     assert(!s->evict.taker);
     uint64_t tokens = s->tokens + q->entries[i].append;
     struct kvq__grant grant = {.may_wait = true, .spares_prefixes = true};
-    bool lacks = kvq__pages_of(tokens) > s->n_pages && needs_more_room(s, tokens, &grant.refused);
+    bool lacks = kvq__pages_of(tokens) > s->n_pages && needs_more_room(q, i, &grant.refused);
     int rc = lacks ? grant.refused.code : kvq__pages_reserve(s, tokens, &grant);
     if (rc < 0 && !lacks && is_full(&grant.refused)) {
         if (waits_for_all(q, i, &grant.refused))
@@ -367,8 +562,9 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
         grant = (struct kvq__grant){.may_wait = true};
         rc = kvq__pages_reserve(s, tokens, &grant);
     }
-    if (rc < 0 && kvq__admission_ask(q, i, &grant.refused, grant.refused.bytes))
+    if (rc < 0 && waits_for_the_rest(q, i, &grant.refused))
         return false;
+    entry_is_over(q, i, rc < 0);
     if (rc < 0)
         kvq__entry_fail(q, i, rc, s->tokens);
     else
@@ -382,21 +578,31 @@ void kvq__admission_untake(struct kvq__queue *q, uint32_t i)
     kvq__pages_unreserve(s, kvq__pages_of(s->tokens + s->in_step.tokens));
 }
 
+// Once the request waits.
+static void give_back(struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    uint64_t had = kvq__session_held_bytes(s);
+    kvq__admission_untake(q, i);
+    uint64_t has = kvq__session_held_bytes(s);
+    kvq__admission_gave_back(q, s, had > has ? had - has : 0);
+}
+
 bool kvq__admission_take(struct kvq__queue *q)
 {
     uint32_t i;
-    bool all = true;
-    if (waits_still(q))
-        return false;
+    bool all = !waits_still(q);
     for (i = 0; i < q->header.count && all; i++)
         all = take_entry(q, i);
+    if (all)
+        drop_claims(q);
     while (i-- > 0) {
         struct kvq__session *s = q->work[i].session;
         if (!s || s->evict.taker != q)
             continue;
         s->evict.taker = NULL;
         if (!all)
-            kvq__admission_untake(q, i);
+            give_back(q, i);
     }
     return all;
 }

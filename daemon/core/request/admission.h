@@ -6,16 +6,23 @@
 
 #include "daemon/core/state.h"
 
+// The request is tried, or a FORK goes on: what was in vain before is asked for again.
+void kvq__admission_begin(struct kvq__queue *queue);
 // Takes the pages that the appended tokens of all entries need. False if the request has to wait
 // for room; then no page was taken. An entry that is refused fails.
 bool kvq__admission_take(struct kvq__queue *queue);
 // The entry has failed: gives back the pages that kvq__admission_take took for its session.
 void kvq__admission_untake(struct kvq__queue *queue, uint32_t entry);
 // Entry i was refused memory, and has given back what it took: the block `refused` (code 0: what
-// was refused is none), and with it `least` bytes at least. True if the request has to give back
-// everything and wait. False if the entry has to fail; the reason was reported.
+// was refused is none), and with it `least` bytes. True if the request has to give back everything
+// and wait. False if the entry has to fail; the reason was reported.
 bool kvq__admission_ask(struct kvq__queue *queue, uint32_t entry,
                         const struct kvq__shortage *refused, uint64_t least);
+// Entry i got its blocks: there are so many bytes less that could be had.
+void kvq__admission_took(struct kvq__queue *queue, uint32_t entry, uint64_t bytes);
+// The request waits, and has given back so many bytes more that a session had there.
+void kvq__admission_gave_back(struct kvq__queue *queue, const struct kvq__session *session,
+                              uint64_t bytes);
 // The same for a session of the request that needs `missing` bytes more in the pool of `refused`,
 // and has `whole` bytes there then.
 bool kvq__admission_wait(struct kvq__queue *queue, const struct kvq__session *own,

@@ -351,6 +351,8 @@ static bool clone_entry(struct kvq__queue *q, uint32_t i)
     w->forked = c.to;
     w->fork.copies = c.copies;
     w->fork.room = c.room;
+    w->fork.bytes = c.bytes;
+    kvq__admission_took(q, i, c.bytes);
     w->n_items = c.n_copies;
     return true;
 }
@@ -358,6 +360,7 @@ static bool clone_entry(struct kvq__queue *q, uint32_t i)
 static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
 {
     assert(w->forked && !w->forked->published);
+    kvq__admission_gave_back(q, w->forked, w->fork.bytes);
     kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
     clone_free(w->forked);
     w->forked = NULL;
@@ -471,6 +474,7 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
     q->undoing |= q->client->gone || q->ending || kvq__request_is_late(q);
     if (q->undoing)
         return undo_on(q);
+    kvq__admission_begin(q);
     for (; q->cloned < q->header.count; q->cloned++) {
         uint32_t i = q->cloned;
         if (work >= q->core->config.fork_work)

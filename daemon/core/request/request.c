@@ -570,6 +570,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
         return kvq__request_end(q, KVQ_E_DRAINING);
     if (!kvq__admission_turn(q))
         return KVQ__WAIT;
+    kvq__admission_begin(q);
     q->step = NULL;
     q->n_written = 0;
     memset(q->buffers, 0, sizeof q->buffers);

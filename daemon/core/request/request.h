@@ -4,6 +4,7 @@
 #ifndef KVQ_DAEMON_CORE_REQUEST_REQUEST_H
 #define KVQ_DAEMON_CORE_REQUEST_REQUEST_H
 
+#include "daemon/core/mem/room.h"
 #include "daemon/core/request/step.h"
 #include "daemon/core/session/client.h"
 
@@ -72,6 +73,7 @@ struct kvq__entry {
         uint32_t ops;
         bool more; // the next wave goes on from `to`
     } part;
+    struct kvq__need need;   // admission.c: of pages, in the attempt under way
     struct kvq__claim claim; // while the request waits for room
     uint64_t step_serial;
     uint64_t past;        // committed tokens when it started
@@ -110,7 +112,8 @@ struct kvq__entry {
         } accept;
         struct { // fork.c
             struct kvq__copy *copies;
-            uint32_t room; // copies allocated
+            uint32_t room;  // copies allocated
+            uint64_t bytes; // of blocks that it took
             uint64_t handle;
         } fork;
     };
@@ -177,7 +180,13 @@ struct kvq__turn {
     bool quota;                   // for it is at its limit there
     uint32_t entry;               // the one that was refused, unless refused.code is 0
     struct kvq__shortage refused; // what it was refused
+    struct kvq__need need;        // without which it is not tried again before its time
+    uint64_t tried;               // when it was tried last, from the start
+    bool hoped;                   // that was since there seemed to be room
     bool claims;                  // its entries claim their sessions: while it waits
+    uint32_t work;                // layers that a try visits
+    uint64_t attempt;             // to take pages (struct kvq__demand)
+    bool counted, swept;          // in it: the entries' needs are counted, deferred frees ended
 };
 
 struct kvq__queue {

@@ -158,6 +158,7 @@ static void consider_session(const struct kvq__session *s, const struct choice *
     const struct kvq__eviction_request *asked = c->asked;
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = evictable_bytes(s);
+    s->core->evict_work += SAMPLES + 2 * s->n_layers;
     look->used |= kvq__session_uses(s, KVQ__USES_EVICT) != 0;
     look->used |=
         s->pool->gpu && kvq__session_saves(s); // a copy elsewhere frees nothing before they end
@@ -504,6 +505,33 @@ static bool is_enough(const struct choice *c, uint64_t busy)
            (c->n > 0 || *asked->look_at != UINT64_MAX);
 }
 
+// What a caller might need for an answer other than that what can go, now or soon, is not enough:
+// so many bytes at most.
+static uint64_t reach_of(const struct choice *c)
+{
+    const struct kvq__eviction_request *asked = c->asked;
+    bool some = c->n > 0 || *asked->look_at != UINT64_MAX;
+    return some ? kvq__shortage_free(asked->shortage) + c->all + c->busy : 0;
+}
+
+// The same for an answer other than to wait for what ends by itself.
+static uint64_t ready_of(const struct choice *c)
+{
+    return c->n > 0 ? kvq__shortage_free(c->asked->shortage) + c->all : 0;
+}
+
+// Those that can go are not enough, and nobody goes in vain.
+static enum kvq__help wait_for_busy(const struct kvq__core *core, const struct choice *c)
+{
+    const struct kvq__eviction_request *asked = c->asked;
+    bool later = is_enough(c, c->busy) && *asked->look_at != UINT64_MAX;
+    uint64_t given = given_up(core, asked), reach = reach_of(c);
+    if (given && !later)
+        reach = kvq__max(reach, kvq__shortage_free(asked->shortage) + given);
+    asked->in_the_way->reach = later ? ready_of(c) : reach;
+    return later ? KVQ__HELP_LATER : KVQ__HELP_NONE;
+}
+
 // Has as many go as it takes, the best first.
 static enum start start_some(struct kvq__core *core, const struct choice *c, struct under_way *u)
 {
@@ -532,11 +560,11 @@ static enum kvq__help evict(struct kvq__core *core, struct choice *c, struct und
         choose(core, asked, true, c);
     if (!is_enough(c, 0) && asked->shortage->later) {
         look_soon(core, asked);
+        asked->in_the_way->reach = ready_of(c);
         return KVQ__HELP_LATER;
     }
-    if (!is_enough(c, 0)) // nobody goes in vain
-        return is_enough(c, c->busy) && *asked->look_at != UINT64_MAX ? KVQ__HELP_LATER
-                                                                      : KVQ__HELP_NONE;
+    if (!is_enough(c, 0))
+        return wait_for_busy(core, c);
     u->coming += given_up(core, asked);
     while (c->n > 0) {
         enum start start = start_some(core, c, u);
@@ -555,12 +583,15 @@ static enum kvq__help make_room_for(struct kvq__core *core,
                                     const struct kvq__eviction_request *asked, struct under_way *u)
 {
     struct choice c;
+    uint64_t reach = 0;
     choose(core, asked, false, &c);
-    enum kvq__help prompts =
-        kvq__exact_give_way(core, asked, kvq__shortage_free(asked->shortage), c.all + c.busy);
+    enum kvq__help prompts = kvq__exact_give_way(core, asked, kvq__shortage_free(asked->shortage),
+                                                 c.all + c.busy, &reach);
     if (prompts == KVQ__HELP_NOW)
         return prompts;
     enum kvq__help others = evict(core, &c, u);
+    if (prompts == KVQ__HELP_NONE && others == KVQ__HELP_NONE)
+        asked->in_the_way->reach = kvq__max(asked->in_the_way->reach, reach);
     if (prompts == KVQ__HELP_NONE || others != KVQ__HELP_NONE)
         return others;
     look_soon(core, asked);
@@ -576,7 +607,9 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
     struct under_way u = look_under_way(core, asked);
     if (u.n > 0 && (!u.takes || is_on_its_way(asked, &u)))
         return KVQ__HELP_NOW;
+    uint64_t before = core->evict_work;
     enum kvq__help help = make_room_for(core, asked, &u);
+    core->look_work = core->evict_work - before;
     return u.n > 0 ? KVQ__HELP_NOW : help; // it may do, whoever it was begun for
 }
 

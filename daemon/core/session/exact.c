@@ -204,6 +204,7 @@ static void look_at_prompts(struct kvq__core *core, const struct kvq__shortage *
     for (; s && looks < n && looks < LOOKS; looks++, s = next) {
         next = TAILQ_NEXT(s, prompt.link);
         core->lookup.looks++;
+        core->evict_work += s->n_layers;
         if (look_at_prompt(s, shortage, p) || n <= LOOKS)
             continue;
         TAILQ_REMOVE(&core->prompts, s, prompt.link);
@@ -215,10 +216,11 @@ static void look_at_prompts(struct kvq__core *core, const struct kvq__shortage *
 
 enum kvq__help kvq__exact_give_way(struct kvq__core *core,
                                    const struct kvq__eviction_request *asked, uint64_t free,
-                                   uint64_t others)
+                                   uint64_t others, uint64_t *reach)
 {
     struct prompts p = {.sure = true};
     look_at_prompts(core, asked->shortage, &p);
+    *reach = p.there + p.coming ? p.there + p.coming + free + others : 0;
     const enum kvq__help none =
         p.some ? KVQ__HELP_LATER : KVQ__HELP_NONE;        // others at the next look
     if (p.there + p.coming + free + others < asked->need) // nobody gives way in vain

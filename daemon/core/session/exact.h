@@ -16,10 +16,10 @@ uint64_t kvq__exact_bytes(const struct kvq__session *session);
 // Packs prompts early to make room, the largest first, if that is enough together with the bytes
 // that are free and that evictions may give (`others`). KVQ__HELP_NOW while prompts are being
 // packed, KVQ__HELP_LATER if requests under way or a GPU have to end first, KVQ__HELP_NONE if
-// prompts cannot help.
+// prompts cannot help. *reach: so much there would be if all prompts gave way; 0: none can.
 enum kvq__help kvq__exact_give_way(struct kvq__core *core,
                                    const struct kvq__eviction_request *asked, uint64_t free,
-                                   uint64_t others);
+                                   uint64_t others, uint64_t *reach);
 
 // The session's count has changed, it was published, or has come back from disk; and it ends, or
 // goes there.
