@@ -136,6 +136,26 @@ KIT_TEST(test_forks_in_pieces)
         kit_drop(&m, kvq__queue_results(m.queue)[i].value);
 }
 
+// Of a prompt that is kept exact nothing is shared by the sheet: each page is visited, and is work.
+KIT_TEST(test_forks_of_a_prompt)
+{
+    static struct kvq_entry_wire e[MANY];
+    enum { PROMPT = 4096, AT = 3968, FEW = 16 };
+    const struct kvq__session_spec spec = {.layers = rows, .n_layers = 2, .prompt_tokens = PROMPT};
+    uint64_t a = kit_opened(&m, &spec);
+    for (uint32_t at = 0; at < AT; at += 496)
+        assert_int_equal(kit_step(&m, a, 496, HEADS, DIM), 0);
+    const struct kvq__session *s = kit_of(&m, a);
+    assert_true(s->prompt.exact >= AT);
+    struct kvq_request r = load_many(a, AT, e);
+    r = kit_header(KVQ_OP_FORK, FEW);
+    kit.core->config.fork_work = s->n_owned * AT / KVQ_BLOCK_TOKENS; // one new session's pages
+    kit.again = 0;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_in_range(kit.again, FEW - 2, FEW);
+    core_check(kit.core);
+}
+
 // Another client's handle of the session, which may only read it.
 static uint64_t read_as(struct member *other, uint64_t handle)
 {

@@ -147,6 +147,7 @@ struct cloning {
     uint64_t at, floor;
     uint32_t shared; // pages of sheets that both sessions have
     uint64_t bytes;  // of blocks that it has needed so far
+    uint64_t work;   // sheets, id parts and pages that it has visited
     struct kvq__grant grant;
 };
 
@@ -270,6 +271,7 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
     for (uint32_t p = b->first_page > c->shared ? b->first_page : c->shared;
          rc == 0 && p < c->to->n_pages; p++) {
         uint64_t start = (uint64_t)p * KVQ_BLOCK_TOKENS;
+        c->work++;
         rc = clone_packed(c, layer, kvq__page(a, p), kvq__page(b, p), start);
         if (rc == 0)
             rc = clone_raw(c, layer, kvq__page(a, p), kvq__page(b, p), start);
@@ -293,6 +295,7 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
     assert(c->shared <= kvq__pages_of(c->at));
     rc = rc ? rc : kvq__pages_grow(c->to, kvq__pages_of(c->at));
     c->to->floor = c->floor;
+    c->work += c->to->n_sheets + c->at / KVQ__IDS_PART;
     rc = rc ? rc : kvq__ids_fork(c->to, from, c->at);
     if (rc < 0)
         return rc;
@@ -333,15 +336,17 @@ static int clone(struct cloning *c, struct kvq__session *from)
 
 // ---- The request ----
 
-// The new session, which nobody sees yet. False if the request is to wait for room.
-static bool clone_entry(struct kvq__queue *q, uint32_t i)
+// The new session, which nobody sees yet. False if the request is to wait for room. Adds to *work
+// what it was, also in vain.
+static bool clone_entry(struct kvq__queue *q, uint32_t i, uint64_t *work)
 {
     struct kvq__entry *w = &q->work[i];
-    struct cloning c = {.at = q->entries[i].position, .grant.may_wait = true};
+    struct cloning c = {.at = q->entries[i].position, .work = 1, .grant.may_wait = true};
     assert(!w->forked);
     c.floor = kvq__fork_floor(w->session, c.at);
     int rc = kvq__namespace_room(w->session->ns, NULL);
     rc = rc ? rc : clone(&c, w->session);
+    *work += c.work;
     if (rc < 0 && kvq__admission_ask(q, i, &c.grant.refused, c.bytes))
         return false;
     if (rc < 0) {
@@ -351,6 +356,7 @@ static bool clone_entry(struct kvq__queue *q, uint32_t i)
     w->forked = c.to;
     w->fork.copies = c.copies;
     w->fork.room = c.room;
+    w->fork.work = c.work;
     w->fork.bytes = c.bytes;
     kvq__admission_took(q, i, c.bytes);
     w->n_items = c.n_copies;
@@ -426,12 +432,6 @@ static bool is_being_packed(const struct kvq__session *s)
     return false;
 }
 
-// The work that it took to share the beginning of a new session.
-static uint64_t work_of(const struct kvq__session *s)
-{
-    return 1 + s->n_sheets + s->tokens / KVQ__IDS_PART;
-}
-
 // Gives the new sessions back, which nobody has seen, until that has been work enough for a turn;
 // then nothing of the request is held any more.
 static enum kvq__progress undo_on(struct kvq__queue *q)
@@ -442,7 +442,7 @@ static enum kvq__progress undo_on(struct kvq__queue *q)
         struct kvq__entry *w = &q->work[q->cloned - 1];
         if (work >= q->core->config.fork_work)
             return KVQ__AGAIN;
-        work += w->forked ? work_of(w->forked) : 1;
+        work += w->forked ? w->fork.work : 1;
         if (w->forked)
             clone_undo(q, w);
     }
@@ -483,11 +483,10 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
             continue;
         if (is_being_packed(q->work[i].session))
             return KVQ__WAIT;
-        if (!clone_entry(q, i)) {
+        if (!clone_entry(q, i, &work)) {
             q->undoing = true;
             return undo_on(q);
         }
-        work += q->work[i].forked ? work_of(q->work[i].forked) : 1;
     }
     q->cloning = false;
     for (uint32_t i = 0; i < q->header.count; i++)

@@ -113,6 +113,7 @@ struct kvq__entry {
         struct { // fork.c
             struct kvq__copy *copies;
             uint32_t room;  // copies allocated
+            uint64_t work;  // that making it was, and giving it back would be
             uint64_t bytes; // of blocks that it took
             uint64_t handle;
         } fork;
