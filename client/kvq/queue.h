@@ -21,10 +21,9 @@ typedef struct kvq_queue kvq_queue;
 /* Opens a queue. Release with kvq_queue_close. KVQ_E_LIMIT, or as any control call. */
 KVQ_API KVQ_CHECK int kvq_queue_open(kvq_client *client, kvq_queue **queue);
 
-/* Closes the queue. A step that was begun on the queue stays open, and its sessions are busy, until
- * another queue of the client ends or aborts the step by its number. If the queue made calls
- * .._on_stream, waits first until the GPU has finished the work that this process gave it. Accepts
- * NULL and pointers to NULL. */
+/* Closes the queue. The daemon aborts the steps that were begun on the queue and have not ended:
+ * their sessions are as before the step. If the queue made calls .._on_stream, waits first until
+ * the GPU has finished the work that this process gave it. Accepts NULL and pointers to NULL. */
 KVQ_API void kvq_queue_close(kvq_queue **queue);
 
 /* Sets how long kvq_step_begin, kvq_step, kvq_local_end and kvq_fork of this queue wait for memory

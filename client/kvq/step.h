@@ -77,9 +77,10 @@ struct kvq_work {
  * layers, so that no later call of the step fails for lack of memory. One call is excepted: an end
  * that brings token ids (KVQ_DO_STEP_END of ticket.h) needs room for the ids, and an entry that
  * gets none fails with KVQ_E_NO_MEMORY or KVQ_E_QUOTA and stays in the step. *step is the step's
- * number. Entries that failed are not in the step: KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY,
- * KVQ_E_LIMIT, KVQ_E_TAKEN, ... per entry: look at each entry's status. KVQ_E_LIMIT of the call:
- * the client has 64 open steps, the most that it can have. */
+ * number, by which any queue of the client may append, attend and end; the step is open until it
+ * ends, or `queue` is closed. Entries that failed are not in the step: KVQ_E_POSITION,
+ * KVQ_E_NO_MEMORY, KVQ_E_BUSY, KVQ_E_LIMIT, KVQ_E_TAKEN, ... per entry: look at each entry's
+ * status. KVQ_E_LIMIT of the call: the client has 64 open steps, the most that it can have. */
 KVQ_API KVQ_CHECK int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
                                      uint64_t *step);
 

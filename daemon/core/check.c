@@ -617,12 +617,13 @@ static void audit_clients(struct kvq__check *c, const struct kvq__core *core)
         uint32_t named = 0;
         clients++;
         for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
-            if (!client->steps[i].number)
+            const struct kvq__step *step = &client->steps[i];
+            if (!step->number)
                 continue;
             named++;
-            HOLDS(c, !LIST_EMPTY(&client->steps[i].sessions));
-            LIST_FOREACH (s, &client->steps[i].sessions, in_step.link)
-                HOLDS(c, s->step == &client->steps[i] && s->writer && s->writer->client == client);
+            HOLDS(c, !LIST_EMPTY(&step->sessions) && step->queue->client == client);
+            LIST_FOREACH (s, &step->sessions, in_step.link)
+                HOLDS(c, s->step == step && s->writer && s->writer->client == client);
         }
         HOLDS(c, named <= client->n_steps &&
                      client->n_steps <= named + client->n_queues); // STEPs of queues

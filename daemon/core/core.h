@@ -92,7 +92,9 @@ void kvq__client_detach(struct kvq__client *client);
 
 // At most KVQ_MAX_QUEUES. Allocates all that requests of this queue will ever need.
 int kvq__queue_open(struct kvq__client *client, struct kvq__queue **queue, char *text);
-// No request of it may be in flight. Sets *queue to NULL.
+// No request of it may be in flight. Aborts the steps that were begun through it and have not
+// ended; a shard that has ended its step, and waits for the others, goes on waiting. Sets *queue to
+// NULL.
 void kvq__queue_close(struct kvq__queue **queue);
 
 // Memory that tensors travel in.

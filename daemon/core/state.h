@@ -249,7 +249,7 @@ struct kvq__core {
     struct kvq__flight_list flights;                      // oldest first
     LIST_HEAD(, kvq__work_stream) streams, spare_streams; // spare: no client has them any more
     struct kvq__stream_use *common_use; // of the stream that work streams share, for each GPU
-    uint64_t last_flight, last_namespace, last_client, last_session, last_queue, last_serial;
+    uint64_t last_flight, last_namespace, last_client, last_session, last_serial;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
     LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
     struct kvq__queue *background; // no client's: background packing goes through it; NULL: no GPU

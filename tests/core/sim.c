@@ -390,6 +390,24 @@ static void die(struct sim *sim, struct actor *a)
     leave_if_done(a);
 }
 
+// What comes to an end with the queue: its open step, and what orders its requests.
+static void queue_closed(struct sim *sim, struct actor *a)
+{
+    char text[KVQ_TEXT_BYTES];
+    uint32_t fail_one_in = sim->kit.fail_one_in;
+    kit_settle(&a->member);
+    sim->closed += actor_has_step(sim, a);
+    track_leave_all(sim, a);
+    kvq__queue_close(&a->member.queue);
+    order_close(a);
+    sim->kit.fail_one_in = 0;
+    MUST(kvq__queue_open(a->member.client, &a->member.queue, text) == 0);
+    sim->kit.fail_one_in = fail_one_in;
+    a->closing = false;
+    if (sim->kit.core->n_pools > 1 && kit_chance(&sim->kit, 60))
+        order_open(sim, a);
+}
+
 static uint32_t *shuffle(struct kit *kit, uint32_t n)
 {
     uint32_t *order = malloc(n * sizeof *order);
@@ -412,6 +430,18 @@ static void pay(struct sim *sim, struct actor *a)
     op_done(sim, a);
 }
 
+// At any moment of a request, as clients may.
+static void close_queue(struct sim *sim, struct actor *a)
+{
+    kvq__queue_ending(a->member.queue);
+    order_end(a);
+    a->closing = true;
+    if (a->phase == OWED)
+        pay(sim, a); // the GPU waits for it no longer
+    if (a->phase == IDLE)
+        queue_closed(sim, a);
+}
+
 static void answered(struct sim *sim, struct actor *a)
 {
     if (!(a->header.flags & KVQ_REQ_ON_STREAM) || a->gone) {
@@ -419,7 +449,7 @@ static void answered(struct sim *sim, struct actor *a)
         return;
     }
     order_answered(a);
-    if (sim_runs_late() && kit_chance(&sim->kit, 60))
+    if (sim_runs_late() && !a->closing && kit_chance(&sim->kit, 60))
         a->phase = OWED;
     else
         pay(sim, a);
@@ -476,6 +506,10 @@ static void act(struct sim *sim, struct actor *a)
     }
     if (a->phase != IDLE) {
         go_on(sim, a);
+        return;
+    }
+    if (a->closing) {
+        queue_closed(sim, a);
         return;
     }
     collect_tracks(sim);
@@ -588,6 +622,8 @@ static void happen(struct sim *sim)
         close_session(sim, a);
     else if (what < 96 && here && kit_chance(&sim->kit, 35))
         die(sim, a);
+    else if (what < 96 && here && !a->closing)
+        close_queue(sim, a);
     else if (what == 96 && here && kit_chance(&sim->kit, 50))
         toggle_table(sim, a);
     else if (what == 96)
@@ -669,6 +705,7 @@ static uint64_t run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->refused += sim->refused;
     total->failed_memory += sim->failed_memory;
     total->deaths += sim->deaths;
+    total->closed += sim->closed;
     total->forks += sim->forks;
     total->pairs += sim->pairs;
     total->undone += sim->undone;
@@ -698,8 +735,9 @@ static bool all_happened(const struct sim *total, const struct kit_gpus *gpus)
     const bool streams = gpus && kvq__gpu_clients_alone(gpus->gpus[0]) > 0;
     return total->checked && !total->checked_gpu == !gpus && !total->streamed == !streams &&
            total->committed && total->refused && total->failed_memory && total->deaths &&
-           total->forks && total->tables && total->keep.saves && total->keep.restores &&
-           total->counts.parked_idle && total->counts.fetched && total->lowered && total->above &&
+           total->closed && total->forks && total->tables && total->keep.saves &&
+           total->keep.restores && total->counts.parked_idle && total->counts.fetched &&
+           total->lowered && total->above &&
            (gpus ? total->moved
                  : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
                        total->counts.waited_for_room && total->counts.refused_for_room &&
@@ -732,7 +770,8 @@ int main(int argc, char **argv)
         "%llu seeds: %llu outputs compared, %llu of GPUs, %llu requests on streams, %llu tokens "
         "committed, %llu refusals "
         "as predicted, "
-        "%llu times out of memory, %llu clients died, %llu forks, %llu steps of two shards "
+        "%llu times out of memory, %llu clients died, %llu queues closed in the middle of a step, "
+        "%llu forks, %llu steps of two shards "
         "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
         "others, %llu prefixes read, %llu page tables compared, %llu sessions saved, %llu "
         "restored, %llu parked, %llu brought back and %llu not, %llu limits set below what was "
@@ -744,11 +783,12 @@ int main(int argc, char **argv)
         (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
         (unsigned long long)total.committed, (unsigned long long)total.refused,
         (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
-        (unsigned long long)total.forks, (unsigned long long)total.pairs,
-        (unsigned long long)total.undone, (unsigned long long)total.moved,
-        (unsigned long long)total.prefixes, (unsigned long long)total.shared,
-        (unsigned long long)total.keep.read_prefixes, (unsigned long long)total.tables,
-        (unsigned long long)total.keep.saves, (unsigned long long)total.keep.restores,
+        (unsigned long long)total.closed, (unsigned long long)total.forks,
+        (unsigned long long)total.pairs, (unsigned long long)total.undone,
+        (unsigned long long)total.moved, (unsigned long long)total.prefixes,
+        (unsigned long long)total.shared, (unsigned long long)total.keep.read_prefixes,
+        (unsigned long long)total.tables, (unsigned long long)total.keep.saves,
+        (unsigned long long)total.keep.restores,
         (unsigned long long)(total.counts.parked_room + total.counts.parked_quota +
                              total.counts.parked_idle + total.counts.parked_asked),
         (unsigned long long)total.counts.fetched, (unsigned long long)total.counts.fetch_failed,

@@ -98,6 +98,7 @@ enum phase { IDLE, WAITING, RUNNING, ON_GPU, OWED };
 struct actor {
     struct member member;
     bool present, gone;        // gone: detached, its queue still to be closed
+    bool closing;              // its queue is about to be closed, and another one opened
     uint64_t *timeline;        // [2]: ready and done, on the first GPU; NULL = its queue has none
     struct sim_events *events; // in between; NULL = the words are the queue's
     uint64_t signal;           // of the last request on a stream
@@ -142,6 +143,7 @@ struct sim {
     uint64_t prefixes, shared; // that it did something; shared: tokens that sessions began with
     uint32_t events;
     uint64_t trace;          // of all that has happened: equal if it was the same
+    uint64_t closed;         // queues, in the middle of a step
     uint64_t lowered, above; // limits set below what was used, and what limits have refused
 };
 
@@ -183,6 +185,10 @@ void track_leave_step(struct track *t); // as it was before the step
 struct track *track_sibling(struct sim *sim, const struct track *t);
 // Leaves its step, and the other shard with it.
 void track_leave(struct sim *sim, struct track *t);
+// The same for all tracks of an actor's step.
+void track_leave_all(struct sim *sim, const struct actor *a);
+// The one that joined the actor's step last; NULL: it has none.
+struct track *track_last_joined(struct sim *sim, const struct actor *a);
 // Where tracks are by now: moves end when they end.
 void track_places(struct sim *sim);
 struct kvq__session *find_session(const struct sim *sim, uint64_t id);

@@ -510,17 +510,6 @@ static void check_entry(struct sim *sim, struct actor *a, uint32_t i, const stru
     }
 }
 
-static struct track *last_joined(struct sim *sim, const struct actor *a)
-{
-    struct track *last = NULL;
-    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
-        struct track *t = &sim->tracks[i];
-        if (t->stepper == a && (!last || t->joined > last->joined))
-            last = t;
-    }
-    return last;
-}
-
 // Without entries: every session of the step.
 static void check_all(struct sim *sim, struct actor *a, int status)
 {
@@ -532,12 +521,10 @@ static void check_all(struct sim *sim, struct actor *a, int status)
         return;
     }
     MUST(status == 0);
-    while ((t = last_joined(sim, a))) {
-        if (ends)
-            end_step(sim, t);
-        else
-            track_leave(sim, t);
-    }
+    if (!ends)
+        track_leave_all(sim, a);
+    while ((t = track_last_joined(sim, a)))
+        end_step(sim, t);
 }
 
 // A request refused as a whole.
@@ -547,7 +534,7 @@ static void check_refused(struct sim *sim, struct actor *a, int status)
     unhear(a);
     MUST(kvq__queue_completion(a->member.queue)->count == 0);
     if (status == KVQ_E_CANCELLED)
-        MUST(a->gone);
+        MUST(a->gone || a->closing);
     else if (status == KVQ_E_DEADLINE)
         MUST(a->header.deadline_ns && sim->kit.now > a->header.deadline_ns);
     else if (a->header.op == KVQ_OP_STEP_BEGIN)
@@ -581,7 +568,8 @@ void op_done(struct sim *sim, struct actor *a)
     MUST(!op_on_stream(a) || a->gone || a->timeline[1] == a->header.signal);
     sim->streamed += op_on_stream(a) && c->status == 0;
     bool ends = a->header.op == KVQ_OP_STEP_END || a->header.op == KVQ_OP_STEP_ABORT;
-    if (ends && a->header.count == 0 && actor_has_step(sim, a) && !a->gone) {
+    bool cut = a->gone || (a->closing && c->status == KVQ_E_CANCELLED);
+    if (ends && a->header.count == 0 && actor_has_step(sim, a) && !cut) {
         check_all(sim, a, c->status);
         return;
     }

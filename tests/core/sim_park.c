@@ -165,7 +165,17 @@ void park_written(struct sim *sim, bool good)
         saved(sim, good ? 0 : KVQ_E_NO_SPACE);
 }
 
-// The disk fails to be read, where nobody has begun a step of the session.
+static struct track *track_of(struct sim *sim, const struct kvq__session *s)
+{
+    struct track *t = sim->tracks;
+    while (!t->used || !t->alive || t->id != s->id)
+        t++;
+    MUST(t < sim->tracks + SIM_TRACKS);
+    return t;
+}
+
+// The disk fails to be read, where nobody has begun a step of the session. The other shard may be
+// in one, and is as before it where somebody could have begun one of this shard.
 bool park_fails(struct sim *sim)
 {
     struct keep *k = &sim->keep;
@@ -173,6 +183,8 @@ bool park_fails(struct sim *sim)
     if (!k->fetches || s->dropped || kvq__in_step(s) || s->n_loading == 0 ||
         !kit_chance(&sim->kit, 4))
         return false;
+    if (k->restore->entered)
+        track_leave(sim, track_of(sim, s));
     kvq__restore_end(&k->restore, KVQ_E_SYSTEM);
     MUST(kvq__is_offloaded(s) || kvq__is_turning_back(s)); // once nobody looks at it
     return true;

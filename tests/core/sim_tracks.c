@@ -185,6 +185,24 @@ void track_leave(struct sim *sim, struct track *t)
     sim->undone++;
 }
 
+struct track *track_last_joined(struct sim *sim, const struct actor *a)
+{
+    struct track *last = NULL;
+    for (uint32_t i = 0; i < SIM_TRACKS; i++) {
+        struct track *t = &sim->tracks[i];
+        if (t->stepper == a && (!last || t->joined > last->joined))
+            last = t;
+    }
+    return last;
+}
+
+void track_leave_all(struct sim *sim, const struct actor *a)
+{
+    struct track *t;
+    while ((t = track_last_joined(sim, a)))
+        track_leave(sim, t);
+}
+
 struct kvq__session *find_session(const struct sim *sim, uint64_t id)
 {
     struct kvq__namespace *ns;

@@ -460,6 +460,32 @@ TEST(test_one_queue)
     kvq__queue_close(&queue);
 }
 
+// A queue that closes in the middle of a shard's step: the other shard, which has ended its own,
+// stands as before it, and what waits for the step of all is told which shard left. A shard that
+// has ended its step needs its queue no longer.
+TEST(test_queue_closes)
+{
+    open_both();
+    struct kvq__queue *first = two.m.queue;
+    for (uint32_t ended = 0; ended < 2; ended++) {
+        assert_int_equal(kvq__queue_open(two.m.client, &two.m.queue, text), 0);
+        assert_int_equal(fill(&one, 0, N), 0);
+        assert_int_equal(fill(&two, 0, N), 0);
+        assert_int_equal(end(ended ? &two : &one, 0), 0);
+        if (!ended)
+            assert_int_equal(begin(&one, N, N), 1);
+        kvq__queue_close(&two.m.queue);
+        two.m.queue = first;
+        core_check(kit.core);
+        assert_int_equal(kit.core->n_prepared, ended);
+        assert_int_equal(tokens(&one), 0);
+        assert_int_equal(ended ? end(&one, 0) : go_on(&one), ended ? 0 : KVQ_E_CANCELLED);
+        assert_int_equal(result(&one)->shard, ended ? 0 : 1 + 1);
+    }
+    assert_int_equal(tokens(&one), N);
+    assert_int_equal(tokens(&two), N);
+}
+
 // ---- Counts that differ ----
 
 TEST(test_counts)

@@ -161,6 +161,35 @@ KIT_TEST(test_begin_waits)
     kvq__queue_close(&second.queue);
 }
 
+// A step ends with the queue that it was begun through, also while another queue of the client
+// appends to it; the session stands as before it. Steps of other queues go on.
+KIT_TEST(test_queue_closes)
+{
+    struct member second = m;
+    uint64_t handle = kit_session(&m, &row, 1, 8);
+    assert_int_equal(kit_step(&m, handle, 50, HEADS, DIM), 0);
+    struct kvq_entry_wire e = {.handle = handle, .position = 50, .append = 300};
+    struct kvq_entry_wire own = {.handle = kit_session(&m, &row, 1, 0), .append = 1};
+    assert_int_equal(kvq__queue_open(m.client, &second.queue, text), 0);
+    assert_int_equal(kit_simple(&second, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, own, NULL), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 3, e, NULL), KVQ_E_BUSY);
+    struct kvq_request r = kit_append(&m, 1, 0, HEADS, DIM);
+    kit_load(&m, &r, &e);
+    assert_int_equal(kvq__request_start(m.queue), KVQ__RUN);
+    kvq__queue_ending(second.queue);
+    assert_int_equal(kit.core->n_steps, 2);
+    kvq__queue_close(&second.queue);
+    assert_int_equal(kit.core->n_steps, 1); // the other queue's
+    core_check(kit.core);
+    assert_int_equal(finish(&m, KVQ__RUN), KVQ_E_CANCELLED);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 1, e, NULL), KVQ_E_NO_STEP);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 2, own, NULL), 0);
+    assert_int_equal(kit_of(&m, handle)->tokens, 50);
+    assert_int_equal(kit_step(&m, handle, 300, HEADS, DIM), 0);
+    assert_int_equal(kit_of(&m, handle)->tokens, 350);
+}
+
 // Whoever guesses a fork's handle before its copies are done, waits.
 KIT_TEST(test_fork_waits)
 {

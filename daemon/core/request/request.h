@@ -193,7 +193,6 @@ struct kvq__turn {
 struct kvq__queue {
     struct kvq__core *core;
     struct kvq__client *client;
-    uint64_t number; // of this core's run
     struct kvq_request header;
     struct kvq_completion completion;
     struct kvq__buffer *buffers[KVQ__VIEWS]; // of the views in use

@@ -20,29 +20,29 @@ struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number)
 
 // ---- Joining and leaving ----
 
-static void step_open(struct kvq__step *step, struct kvq__client *client, uint64_t number)
+static void step_open(struct kvq__step *step, struct kvq__queue *q, uint64_t number)
 {
-    assert(step->number == 0 && number > 0);
+    assert(step->number == 0 && number > 0 && !q->ending);
     step->number = number;
-    step->client = client;
+    step->queue = q;
     LIST_INIT(&step->sessions);
-    client->n_steps++;
-    client->core->n_steps++;
+    q->client->n_steps++;
+    q->core->n_steps++;
 }
 
-void kvq__step_open(struct kvq__step *step, struct kvq__client *client)
+void kvq__step_open_own(struct kvq__queue *q)
 {
-    if (step->number == 0)
-        step_open(step, client, UINT64_MAX);
+    if (q->own_step.number == 0)
+        step_open(&q->own_step, q, UINT64_MAX);
 }
 
-static struct kvq__step *step_new(struct kvq__client *client, uint64_t number)
+static struct kvq__step *step_new(struct kvq__queue *q, uint64_t number)
 {
     for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
-        struct kvq__step *step = &client->steps[i];
+        struct kvq__step *step = &q->client->steps[i];
         if (step->number)
             continue;
-        step_open(step, client, number);
+        step_open(step, q, number);
         return step;
     }
     return NULL;
@@ -52,10 +52,11 @@ void kvq__step_close_if_empty(struct kvq__step *step)
 {
     if (step->number == 0 || !LIST_EMPTY(&step->sessions))
         return;
-    assert(step->client->n_steps > 0 && step->client->core->n_steps > 0);
+    struct kvq__client *client = step->queue->client;
+    assert(client->n_steps > 0 && client->core->n_steps > 0);
     step->number = 0;
-    step->client->n_steps--;
-    step->client->core->n_steps--;
+    client->n_steps--;
+    client->core->n_steps--;
 }
 
 static void reset_layers(struct kvq__session *s)
@@ -105,12 +106,11 @@ void kvq__step_leave(struct kvq__session *s)
     kvq__group_undo(s);
 }
 
-void kvq__step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens, uint64_t queue)
+void kvq__step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens)
 {
     assert(step->number && !kvq__in_step(s) && !s->exclusive);
     reset_layers(s);
     s->step = step;
-    s->in_step.queue = queue;
     s->in_step.serial++;
     s->in_step.undone_by = 0;
     s->in_step.tokens = tokens;
@@ -229,7 +229,7 @@ static bool begin_step_entry(struct kvq__queue *q, struct kvq__step *step, uint3
         kvq__entry_fail(q, i, rc, s->tokens);
         return false;
     }
-    kvq__step_join(step, s, q->entries[i].append, q->number);
+    kvq__step_join(step, s, q->entries[i].append);
     return true;
 }
 
@@ -246,7 +246,7 @@ enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_begin(q, i) == 0 && step_must_wait(q->work[i].session))
             return KVQ__WAIT;
-    struct kvq__step *step = step_new(q->client, number);
+    struct kvq__step *step = step_new(q, number);
     if (!step)
         return kvq__request_end(q, KVQ_E_LIMIT);
     if (!kvq__admission_take(q)) {

@@ -10,10 +10,9 @@ struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number); /
 // Undoes the session's step, and the steps of all other shards of its group. A session without a
 // step is fine: the other shards' steps are undone all the same.
 void kvq__step_leave(struct kvq__session *session);
-// A step of a queue's own, which no client can name; opening an open one does nothing.
-void kvq__step_open(struct kvq__step *step, struct kvq__client *client);
-void kvq__step_join(struct kvq__step *step, struct kvq__session *session, uint32_t tokens,
-                    uint64_t queue);
+// Opens queue->own_step, which no client can name; opening an open one does nothing.
+void kvq__step_open_own(struct kvq__queue *queue);
+void kvq__step_join(struct kvq__step *step, struct kvq__session *session, uint32_t tokens);
 void kvq__step_close_if_empty(struct kvq__step *step);
 // Undoes the step of this session alone, which is in a step.
 void kvq__step_undo(struct kvq__session *session);

@@ -141,7 +141,7 @@ static int begin_step_all_entry(struct kvq__queue *q, uint32_t i)
         kvq__admission_untake(q, i);
         return kvq__entry_fail(q, i, rc, s->tokens);
     }
-    kvq__step_join(&q->own_step, s, q->entries[i].append, q->number);
+    kvq__step_join(&q->own_step, s, q->entries[i].append);
     q->work[i].step_serial = s->in_step.serial;
     kvq__hold_tail(q, i);
     return 0;
@@ -199,7 +199,7 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
         kvq__buffer_use(q->client, q->layer_buffers[i][1], &q->held_buffers);
     }
     kvq__buffer_use(q->client, q->buffers[KVQ__VIEW_LIST], &q->held_buffers);
-    kvq__step_open(&q->own_step, q->client);
+    kvq__step_open_own(q);
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i) && begin_step_all_entry(q, i) == 0)
             hold_step_all_entry(q, i);

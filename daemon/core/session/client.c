@@ -145,10 +145,21 @@ int kvq__queue_open(struct kvq__client *client, struct kvq__queue **out, char *t
     }
     q->core = core;
     q->client = client;
-    q->number = ++core->last_queue;
     client->n_queues++;
     *out = q;
     return 0;
+}
+
+// Of those that were begun through it. Requests of other queues may be under way in them, as where
+// one of these aborts a step.
+static void undo_steps(const struct kvq__queue *q)
+{
+    assert(q->own_step.number == 0);
+    for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
+        struct kvq__step *step = &q->client->steps[i];
+        while (step->number && step->queue == q)
+            q->core->up->step_leave(LIST_FIRST(&step->sessions));
+    }
 }
 
 void kvq__queue_close(struct kvq__queue **pointer)
@@ -160,6 +171,7 @@ void kvq__queue_close(struct kvq__queue **pointer)
     *pointer = NULL;
     struct kvq__client *client = q->client;
     struct kvq__core *core = q->core;
+    undo_steps(q);
     kvq__deallocate(core, q->own_arena, q->own_arena_bytes);
     kvq__deallocate(core, q, sizeof *q);
     assert(client->n_queues > 0);

@@ -26,9 +26,11 @@ struct kvq__buffer_set {
     uint64_t bits[KVQ_MAX_BUFFERS / 64];
 };
 
+// Begun by a request of a queue, and open until its last session leaves it, or the queue closes.
+// Meanwhile requests of any queue of the client may name it.
 struct kvq__step {
     uint64_t number; // the client's; 0 = free
-    struct kvq__client *client;
+    struct kvq__queue *queue;
     LIST_HEAD(, kvq__session) sessions;
 };
 

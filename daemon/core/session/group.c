@@ -252,7 +252,7 @@ static bool waits_for_itself(const struct kvq__queue *q, const struct kvq__sessi
         const struct kvq__session *m = s->group->member[i];
         bool own = !m->in_step.prepared && !m->in_step.committing && m->writer &&
                    m->writer->client == q->client;
-        if (own && (q->client->n_queues == 1 || (m->step && m->in_step.queue == q->number)))
+        if (own && (q->client->n_queues == 1 || (m->step && m->step->queue == q)))
             return true;
     }
     return false;

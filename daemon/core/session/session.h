@@ -160,7 +160,6 @@ struct kvq__session {
         uint32_t tokens, layers;   // layers appended
         bool spoiled;              // an append was refused for good: the step cannot commit
         uint64_t serial;           // changes when a step begins or ends
-        uint64_t queue;            // number of the queue that began it
         bool committing;           // a STEP is under way on a GPU, see gpu_commit.h
         bool nonfinite_unreported; // the writer does not know yet that values were not finite
         bool prepared;             // its step has ended and waits for those of the other shards
