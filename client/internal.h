@@ -104,6 +104,9 @@ struct kvq_buffer {
     bool closed;   // by the engine; only who has kept it may still look
 };
 
+// A queue's: those that have a ticket, and the last one for kvq_step_abort, which needs none.
+enum { KVQ__PENDING = KVQ_QUEUE_CREDITS + 1 };
+
 // A request in flight, or done and not yet collected by kvq_wait.
 struct kvq__pending {
     kvq_ticket ticket; // 0: free
@@ -152,7 +155,7 @@ struct kvq_queue {
     uint64_t gap_ns;  // how long waits took lately
     uint32_t shard;   // of the latest request that kvq_wait collected, as in struct kvq__pending
     uint64_t room_ns; // how long requests wait for room; 0: they are refused at once
-    struct kvq__pending pending[KVQ_QUEUE_CREDITS];
+    struct kvq__pending pending[KVQ__PENDING];
 };
 
 TAILQ_HEAD(kvq__queues, kvq_queue);
@@ -353,6 +356,8 @@ int kvq__queue_take(kvq_queue *queue);
 // Waits until `pending` is done, the deadline (KVQ_E_DEADLINE; 0 has passed already, UINT64_MAX
 // never comes), or the end of the connection.
 int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *pending, uint64_t deadline_ns);
+// Waits until the daemon takes one more request.
+int kvq__queue_await_credit(kvq_queue *queue);
 // Whether the daemon has answered that request and those before it. For threads that the queue does
 // not belong to, while it cannot be detached.
 bool kvq__queue_answered(const kvq_queue *queue, uint32_t seq);

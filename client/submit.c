@@ -61,6 +61,7 @@ static int publish_request(kvq_queue *queue, const struct kvq__pending *p)
     return KVQ_OK;
 }
 
+// One that a ticket can name.
 static struct kvq__pending *free_slot(kvq_queue *queue)
 {
     for (int i = 0; i < KVQ_QUEUE_CREDITS; i++)
@@ -89,6 +90,30 @@ static void put_patience(const kvq_queue *queue, struct kvq_request *r)
         r->deadline_ns = end;
 }
 
+static int fill(kvq_queue *queue, struct kvq__pending *p, unsigned op, struct kvq_work *work,
+                struct kvq_entry *entries, uint32_t n)
+{
+    assert(!p->ticket && n <= KVQ_MAX_BATCH);
+    p->request = (struct kvq_request){.op = (uint8_t)op,
+                                      .count = (uint16_t)n,
+                                      .slots = (uint16_t)kvq_request_slots(n, 0),
+                                      .seq = queue->seq + 1};
+    if (work) {
+        if (op == KVQ_OP_STEP_BEGIN)
+            work->step = (uint64_t)queue->id << 32 | ++queue->steps;
+        int rc = kvq__put_work(queue, work, &p->request);
+        if (rc)
+            return rc;
+    }
+    put_patience(queue, &p->request);
+    p->n = n;
+    p->entries = entries;
+    p->done = p->any_failed = false;
+    p->step = NULL;
+    p->extents = NULL;
+    return KVQ_OK;
+}
+
 int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
                      struct kvq_entry *entries, uint32_t n, struct kvq__pending **pending)
 {
@@ -100,34 +125,19 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
         return kvq__set_error(KVQ_E_CREDITS,
                               "%s: %d tickets of this queue are open; wait for one first",
                               kvq__op_name(op), KVQ_QUEUE_CREDITS);
-    assert(n <= KVQ_MAX_BATCH);
-    p->request = (struct kvq_request){.op = (uint8_t)op,
-                                      .count = (uint16_t)n,
-                                      .slots = (uint16_t)kvq_request_slots(n, 0),
-                                      .seq = queue->seq + 1};
-    if (work) {
-        if (op == KVQ_OP_STEP_BEGIN)
-            work->step = (uint64_t)queue->id << 32 | ++queue->steps;
-        rc = kvq__put_work(queue, work, &p->request);
-        if (rc)
-            return rc;
-    }
-    put_patience(queue, &p->request);
-    p->n = n;
-    p->entries = entries;
-    p->done = p->any_failed = false;
-    p->step = NULL;
-    p->extents = NULL;
-    *pending = p;
-    return KVQ_OK;
+    rc = fill(queue, p, op, work, entries, n);
+    if (rc == KVQ_OK)
+        *pending = p;
+    return rc;
 }
 
 int kvq__submit_send(kvq_queue *queue, struct kvq__pending *p)
 {
-    assert(!p->ticket && p >= queue->pending && p < queue->pending + KVQ_QUEUE_CREDITS);
+    assert(!p->ticket && p >= queue->pending && p < queue->pending + KVQ__PENDING);
     queue->seq++;
     assert(p->request.seq == queue->seq); // nothing was sent since it was made
-    p->ticket = ++queue->tickets << TICKET_SLOT_BITS | (uint64_t)(p - queue->pending);
+    p->ticket =
+        ++queue->tickets << TICKET_SLOT_BITS | (uint64_t)(p - queue->pending) % KVQ_QUEUE_CREDITS;
     int rc = publish_request(queue, p);
     if (rc)
         p->ticket = 0;
@@ -151,6 +161,17 @@ int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
     return rc;
 }
 
+// Tells what came of a request that is done, and closes its ticket. `rc`: of the wait for it.
+static int collect(kvq_queue *queue, struct kvq__pending *p, int rc)
+{
+    assert(p->ticket && p->done);
+    queue->shard = p->any_failed ? p->shard : 0;
+    if (rc == KVQ_OK) // else this wait saw the queue die, and said how
+        kvq__explain(queue, p);
+    p->ticket = 0;
+    return p->status;
+}
+
 int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns)
 {
     if (!queue)
@@ -170,9 +191,23 @@ int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns)
                    ? kvq__set_error(rc, "%s: not done within %llu ns; the ticket stays open",
                                     kvq__op_name(p->request.op), (unsigned long long)timeout_ns)
                    : rc;
-    queue->shard = p->any_failed ? p->shard : 0;
-    if (rc == KVQ_OK) // else this wait saw the queue die, and said how
-        kvq__explain(queue, p);
-    p->ticket = 0;
-    return p->status;
+    return collect(queue, p, rc);
+}
+
+int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries, uint32_t n)
+{
+    struct kvq_work work = {.step = step};
+    int rc = check_call(queue, KVQ_OP_STEP_ABORT, &work, entries, n);
+    if (rc == KVQ_OK)
+        rc = kvq__queue_await_credit(queue);
+    if (rc)
+        return rc;
+    struct kvq__pending *p = &queue->pending[KVQ__PENDING - 1];
+    rc = fill(queue, p, KVQ_OP_STEP_ABORT, &work, entries, n);
+    if (rc == KVQ_OK)
+        rc = kvq__submit_send(queue, p);
+    if (rc)
+        return rc;
+    rc = kvq__queue_wait(queue, p, UINT64_MAX);
+    return collect(queue, p, rc);
 }

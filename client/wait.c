@@ -32,7 +32,7 @@ static void fail_entries(struct kvq__pending *p, int code)
 int kvq__queue_kill(kvq_queue *queue, int code)
 {
     assert(code != KVQ_OK);
-    for (int i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+    for (int i = 0; i < KVQ__PENDING; i++) {
         struct kvq__pending *p = &queue->pending[i];
         if (!p->ticket || p->done)
             continue;
@@ -67,7 +67,7 @@ static int fail_lost(kvq_queue *queue)
 
 static struct kvq__pending *find_pending(kvq_queue *queue, uint32_t seq)
 {
-    for (int i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+    for (int i = 0; i < KVQ__PENDING; i++) {
         struct kvq__pending *p = &queue->pending[i];
         if (p->ticket && !p->done && p->request.seq == seq)
             return p;
@@ -320,4 +320,25 @@ int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *p, uint64_t deadline_
         rc = sleep_until(queue, p, deadline_ns);
     learn_gap(queue, kvq_now_ns() - start);
     return rc;
+}
+
+int kvq__queue_await_credit(kvq_queue *queue)
+{
+    for (;;) {
+        struct kvq__pending *oldest = NULL;
+        int in_flight = 0;
+        for (int i = 0; i < KVQ__PENDING; i++) {
+            struct kvq__pending *p = &queue->pending[i];
+            if (!p->ticket || p->done)
+                continue;
+            in_flight++;
+            if (!oldest || (int32_t)(p->request.seq - oldest->request.seq) < 0)
+                oldest = p;
+        }
+        if (in_flight < KVQ_QUEUE_CREDITS)
+            return KVQ_OK;
+        int rc = kvq__queue_wait(queue, oldest, UINT64_MAX);
+        if (rc)
+            return rc;
+    }
 }

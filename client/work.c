@@ -66,12 +66,6 @@ int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids
     return submit_and_wait(queue, KVQ_DO_STEP_END, &work, entries, n);
 }
 
-int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries, uint32_t n)
-{
-    struct kvq_work work = {.step = step};
-    return submit_and_wait(queue, KVQ_DO_STEP_ABORT, &work, entries, n);
-}
-
 // On the ring a truncation counts the tokens to drop, in 16 bits. More than that is deeper than
 // any rollback reaches, and so is the largest count.
 static int count_dropped(struct kvq_entry *entries, const uint64_t *tokens, uint32_t n)

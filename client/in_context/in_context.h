@@ -134,7 +134,6 @@ struct kvq_local {
     uint32_t n_members;
     struct kvq__local_session *members[KVQ_MAX_BATCH];
     uint64_t step; // through the daemon: its number there; 0: none
-    uint64_t left; // one whose abort lacked a ticket; 0: none
     uint32_t n_layers;
     bool mixed; // a layer was given twice, differently
     struct kvq_tensor k[KVQ_MAX_LAYERS], v[KVQ_MAX_LAYERS];
@@ -226,8 +225,6 @@ int kvq__through_attend(struct kvq_local *local, const struct kvq_work *work,
 int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
                      struct kvq_entry *entries, uint32_t n);
 void kvq__through_abort(struct kvq_local *local);
-// Aborts a step whose abort lacked a ticket. KVQ_E_CREDITS if there is none now either.
-int kvq__through_abort_left(struct kvq_local *local);
 
 // ---- steps.c ----
 

@@ -180,8 +180,6 @@ void kvq_local_close(kvq_local **local)
     if (!l)
         return;
     kvq_local_abort(l);
-    if (l->left && kvq__local_check(l) == KVQ_OK)
-        (void)kvq__through_abort_left(l); // if it cannot, the end of the connection aborts the step
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (l->sessions[i])
             forget_session(l, l->sessions[i]);

@@ -50,22 +50,10 @@ static bool any_failed(const struct kvq_entry *entries, uint32_t n)
 
 // ---- Begin ----
 
-int kvq__through_abort_left(struct kvq_local *local)
-{
-    int rc = local->left ? kvq_step_abort(local->queue, local->left, NULL, 0) : KVQ_OK;
-    if (rc == KVQ_E_CREDITS)
-        return rc;
-    local->left = 0; // it is over, whatever was said of it
-    return KVQ_OK;
-}
-
 int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     struct batch b = first_batch(local);
     assert(!local->stepping && local->step == 0);
-    int rc = kvq__through_abort_left(local);
-    if (rc)
-        return rc;
     for (uint32_t i = 0; i < n; i++) {
         entries[i].status = kvq__local_judge(local, &entries[i]);
         entries[i].value = entries[i].position;
@@ -73,7 +61,7 @@ int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint3
             batch_put(&b, entries, i);
     }
     bool failed = any_failed(entries, n);
-    rc = b.n ? kvq_step_begin(local->queue, b.entries, b.n, &local->step) : KVQ_OK;
+    int rc = b.n ? kvq_step_begin(local->queue, b.entries, b.n, &local->step) : KVQ_OK;
     if (rc) {
         local->step = 0;
         return rc;
@@ -268,8 +256,7 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
 
 void kvq__through_abort(struct kvq_local *local)
 {
-    assert(local->step && !local->left);
-    local->left = local->step;
-    int rc = kvq__through_abort_left(local);
-    (void)rc; // without a ticket the next begin tries again, or the close
+    assert(local->step);
+    int rc = kvq_step_abort(local->queue, local->step, NULL, 0);
+    (void)rc; // the step is over, whatever was said of it
 }

@@ -119,10 +119,7 @@ KVQ_API KVQ_CHECK int kvq_local_attend(kvq_local *local, const struct kvq_work *
 KVQ_API KVQ_CHECK int kvq_local_end(kvq_local *local, const struct kvq_step_work *work,
                                     struct kvq_entry *entries, uint32_t n);
 
-/* Ends the step, and leaves every session as it was before the step. Where attention goes through
- * the daemon that takes a ticket: while 8 of the queue are open, the sessions stay in the step
- * until the next kvq_local_begin or kvq_local_close, or, if that finds no ticket either, until the
- * client disconnects. */
+/* Ends the step, and leaves every session as it was before the step. Needs no ticket. */
 KVQ_API void kvq_local_abort(kvq_local *local);
 
 /* On a GPU the three calls take a stream (as kvq_attend_on_stream, and in its order) and a bucket:

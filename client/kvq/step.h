@@ -120,7 +120,7 @@ KVQ_API KVQ_CHECK int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_e
                                    uint32_t n);
 
 /* Ends the step for n sessions (n 0: all sessions of the step), and leaves them as they were before
- * the step. */
+ * the step. Needs no ticket: while 8 requests are under way it waits for one of them. */
 KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
                                      uint32_t n);
 

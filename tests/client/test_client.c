@@ -18,6 +18,7 @@
 
 #include <cmocka.h>
 
+#include "client/internal.h"
 #include "kernels/layout.h"
 #include "proto/limits.h"
 #include "proto/wire.h"
@@ -224,6 +225,32 @@ static void test_tickets(void **unused)
         assert_int_equal(kvq_wait(r.queue, tickets[i], 0), KVQ_E_DISCONNECTED);
     assert_int_equal(kvq_wait(r.queue, tickets[3], 0), KVQ_E_INVALID);
     kvq_disconnect(&r.client);
+}
+
+// An abort needs no ticket, and leaves those that are open alone; it waits while the daemon has as
+// many requests as it takes.
+static void test_abort_without_tickets(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    kvq_ticket tickets[KVQ_QUEUE_CREDITS], none;
+    for (uint32_t round = 0; round < 2; round++) {
+        rig_up(&r, round ? FAKE_CLOSE : FAKE_ANSWER, 0);
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++)
+            assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, &r.entries[i], 1, &tickets[i]),
+                             0);
+        assert_int_equal(kvq_step_abort(r.queue, 1, &r.entries[KVQ_QUEUE_CREDITS], 1),
+                         round ? KVQ_E_DISCONNECTED : KVQ_OK);
+        assert_int_equal(r.entries[KVQ_QUEUE_CREDITS].value, round ? 0 : 77);
+        assert_int_equal(r.queue->seq, KVQ_QUEUE_CREDITS + !round); // requests that were sent
+        assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 1, &none),
+                         round ? KVQ_E_DISCONNECTED : KVQ_E_CREDITS);
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++)
+            assert_int_equal(kvq_wait(r.queue, tickets[i], UINT64_MAX),
+                             round ? KVQ_E_DISCONNECTED : KVQ_OK);
+        assert_int_equal(kvq_step_abort(r.queue, 1, NULL, 0), round ? KVQ_E_DISCONNECTED : KVQ_OK);
+        rig_down(&r);
+    }
 }
 
 static _Thread_local bool ppoll_fails;
@@ -586,6 +613,7 @@ int main(void)
         cmocka_unit_test(test_death_while_waiting),
         cmocka_unit_test(test_death_while_spinning),
         cmocka_unit_test(test_tickets),
+        cmocka_unit_test(test_abort_without_tickets),
         cmocka_unit_test(test_no_waiting),
         cmocka_unit_test(test_completions_out_of_order),
         cmocka_unit_test(test_reattach),

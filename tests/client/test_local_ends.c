@@ -11,6 +11,7 @@
 
 #include <cmocka.h>
 
+#include "proto/limits.h"
 #include "tests/client/local_kit.h"
 
 enum { LAYERS = 3, KV_HEADS = 2, DIM = 64 };
@@ -236,6 +237,42 @@ static void test_ends_for_both(void **state)
     assert_int_equal(e.value, 3);
 }
 
+// Sessions without an entry at the end are out of the step for the daemon, too, though all tickets
+// of the queue are open; and all sessions are behind an abort.
+static void test_ends_without_tickets(void **state)
+{
+    kvq_ticket tickets[KVQ_QUEUE_CREDITS];
+    (void)state;
+    setenv("KVQ_LOCAL", "daemon", 1);
+    struct kvq_local_options o = {.size = sizeof o, .max_tokens = 2048};
+    struct kvq_entry e[2] = {{.session = local_open_small("a", 0, 1)},
+                             {.session = local_open_small("b", 0, 1)}};
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
+    unsetenv("KVQ_LOCAL");
+    for (uint32_t i = 0; i < 2; i++)
+        fine(kvq_local_add(rig.local, e[i].session));
+    for (uint32_t aborts = 0; aborts < 2; aborts++) {
+        e[0].append = aborts ? 3 : 0;
+        e[1].append = 3;
+        fine(kvq_local_begin(rig.local, e, 2));
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++)
+            fine(kvq_submit(rig.queue, KVQ_DO_NOP, NULL, NULL, 0, &tickets[i]));
+        if (aborts)
+            kvq_local_abort(rig.local);
+        else
+            fine(kvq_local_end(rig.local, NULL, e, 1)); // which has only read
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++)
+            fine(kvq_wait(rig.queue, tickets[i], UINT64_MAX));
+        unended_step(e, 2);
+        fine(end_with_ids(e, 2, IDS_AT));
+        for (uint32_t i = 0; i < 2; i++) {
+            fine(e[i].status);
+            assert_int_equal(e[i].value, e[i].position + 3);
+            e[i].position = e[i].value;
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -243,6 +280,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_ends_again, narrow_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ends_again_with_all, narrow_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ends_for_both, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_ends_without_tickets, local_setup, local_teardown),
     };
     local_prepare(LAYERS, KV_HEADS, DIM);
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
