@@ -12,8 +12,6 @@ import kvq.errors
 import kvq.steps
 from kvq._ffi import lib
 
-TICKETS = 8  # of a queue
-
 
 class Ends(Test):
     """A session that is in a step is busy until the step is over: none is ever left behind."""
@@ -34,31 +32,45 @@ class Ends(Test):
             step.append(layer, self.tokens.k[layer, :1], self.tokens.v[layer, :1])
         return step
 
-    def tickets(self):
+    def tickets(self, queue=None):
         """All that a queue has."""
-        return [self.queue.submit("nop", []) for _ in range(TICKETS)]
+        tickets = []
+
+        def take():
+            while True:
+                tickets.append((queue or self.queue).submit("nop", []))
+        self.fails(kvq.Code.E_CREDITS, take)
+        return tickets
+
+    def begin_elsewhere(self):
+        """Through a queue that has tickets."""
+        with self.client.queue() as other:
+            other.step([self.session], 1).abort()
 
     def test_without_a_ticket(self):
-        """The step stays open, and ends behind a wait."""
+        """The step stays open, and ends behind a wait; an abort needs none."""
         step, tickets = self.begin(), self.tickets()
         self.fails(kvq.Code.E_CREDITS, step.end)
-        self.fails(kvq.Code.E_CREDITS, step.abort)
         tickets.pop().wait()
         step.end()
         self.assertEqual(self.session.refresh(), 1)
+        step = self.queue.step([self.session], 1)
+        tickets += self.tickets()
+        step.abort()
+        self.begin_elsewhere()
         for ticket in tickets:
             ticket.wait()
 
     def test_a_block_without_a_ticket(self):
-        """Its step is aborted as soon as there is one, whether the block raised or not."""
+        """Its step is aborted, whether the block raised or not."""
         for error in (None, ZeroDivisionError):
             with self.assertRaises(error or kvq.Error), self.begin():
                 tickets = self.tickets()
                 if error:
                     raise error
+            self.begin_elsewhere()
             for ticket in tickets:
                 ticket.wait()
-            self.begin().abort()
         self.assertEqual(self.session.refresh(), 0)
 
     def test_that_is_let_go(self):
@@ -73,17 +85,20 @@ class Ends(Test):
         self.session.tokens = 3
         self.fails(kvq.Code.E_POSITION, self.begin)  # which the daemon never began
         self.session.tokens = 0
-        self.assertEqual((self.queue._steps, self.queue._left), (set(), []))
+        self.assertEqual(self.queue._left, [])
 
     def test_of_a_queue_that_closes(self):
-        """Is aborted with it, also where all tickets are open."""
-        for tickets in (0, TICKETS):
+        """Is aborted with it, also where all tickets are open; so is one that is let go."""
+        for tickets in (False, True):
             queue = self.client.queue()
             step = queue.step([self.session], 1)
-            for _ in range(tickets):
-                queue.submit("nop", [])
+            another = self.client.session(self.tokens.rows, "f16")
+            queue.step([another], 1)
+            if tickets:
+                self.tickets(queue)
             queue.close()
             self.begin().abort()
+            self.queue.step([another], 1).abort()
             self.assertRaisesRegex(ValueError, "the queue is closed", step.end)
 
     def test_of_a_connection_that_was_lost(self):

@@ -207,7 +207,6 @@ class Client:
         self._private: Optional[str] = None  # the directory of this process's own daemon
         self._connection = 0  # which one it is: reattach() makes the next
         self._gate = Gate("client")
-        self._timeout_ns = 1000000 * (integer("timeout_ms", timeout_ms) or 5000)
         self._buffers: List[Buffer] = []
         self._device_buffers: List[DeviceBuffer] = []
         self._queues: List[Queue] = []
@@ -418,8 +417,7 @@ class Client:
             if code in (Code.OK, Code.E_EPOCH):
                 self._connection += 1
                 for queue in self._queues:  # the library has cancelled what was under way
-                    queue._tickets = []
-                    queue._steps, queue._left = set(), []
+                    queue._nothing_open()
                 for session in list(self._sessions):  # another one may get the same handle
                     session.handle = 0
                 self._sessions.clear()

@@ -16,12 +16,13 @@ from .work import Queue, alone, attend, device_fields, make_entries, refresh, ta
 
 
 class Step:
-    """An open step. Sessions that fail in it raise Error with the entries; the others go on."""
+    """An open step. Sessions that fail in it raise Error with the entries; the others go on. The
+    step is over, at the latest, when its queue is closed."""
+    number: Optional[int] = None  # the library's; None: it is over
 
     def __init__(self, queue: Queue, sessions: Iterable[kvq.Session], tokens: Counts,
                  ids: Optional[Ids] = None) -> None:
         self.queue, self.turn = queue, queue.turn
-        self.number = None
         begun = c_uint64()
         with self.turn():
             queue._check_open()
@@ -31,8 +32,8 @@ class Step:
             except BaseException as error:
                 if begun.value and not isinstance(error, Error):  # an interrupt: nobody has it
                     self.number = begun.value
-                    queue._steps.add(self.number)
                     self._leave()
+                    queue._abort_left()
                 raise
 
     def _begin(self, queue, sessions, tokens, ids, step):
@@ -46,7 +47,6 @@ class Step:
         begun = code == 0 and (self.entries["status"] == 0).any()
         if begun:
             self.number = step.value
-            queue._steps.add(self.number)
         if failed:
             try:
                 check(code, self.entries)
@@ -121,15 +121,11 @@ class Step:
                                  stream=stream, **fields)
         check(0, ticket.entries)
 
-    def _over(self):
-        self.queue._steps.discard(self.number)
-        self.number = None
-
     def _leave(self):
-        """Gives the step to its queue, whose next call aborts it, once a ticket is free."""
-        number, self.number = self.number, None
-        if number in self.queue._steps and self._connection == self.queue.client._connection:
-            self.queue._left.append(number)
+        """Gives the step to its queue, whose next call aborts it."""
+        if self.number is not None and self._connection == self.queue.client._connection:
+            self.queue._left.append(self.number)
+        self.number = None
 
     @alone
     def end(self) -> None:
@@ -146,15 +142,14 @@ class Step:
             refresh(self.sessions)
             raise
         if code != Code.E_CREDITS:
-            self._over()
+            self.number = None
         check(code, entries)
 
     @alone
     def abort(self) -> None:
-        """Leaves every session as it was. With E_CREDITS the step stays open."""
+        """Leaves every session as it was."""
         code = lib.kvq_step_abort(self.queue.pointer, self.number, None, 0)
-        if code != Code.E_CREDITS:
-            self._over()
+        self.number = None
         check(code)
 
     def __enter__(self) -> Step:
@@ -170,8 +165,7 @@ class Step:
             self._leave()
             with suppress(RuntimeError, ValueError):  # of another thread's turn, or closed
                 with self.turn():
-                    self.queue._abort_left()
+                    self.queue._check_open()
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # it was never begun
-            self._leave()
+        self._leave()

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, SupportsFloat,
+from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, SupportsFloat,
                     SupportsIndex, Tuple, TypeVar, cast)
 
 import numpy as np
@@ -34,7 +34,6 @@ OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_atten
               "step": 11}
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
-TICKETS = 8  # of a queue, that may be open
 KEPT = 64 << 20  # bytes of a staging buffer that a queue keeps behind a read
 NANS = {F16: 0x7e00, BF16: 0x7fc0, F32: 0x7fc00000}
 
@@ -112,9 +111,7 @@ class Queue:
         self.turn = Turn("queue")
         self._staging: Optional[Buffer] = None
         self._locals: List[kvq.Local] = []
-        self._tickets: List[Ticket] = []  # open ones: the library writes to their entries
-        self._steps: Set[int] = set()  # numbers of open Steps
-        self._left: List[int] = []  # of those that nobody has any more
+        self._nothing_open()
         with client._gate:
             try:
                 client.control(lib.kvq_queue_open, byref(self.pointer))
@@ -125,7 +122,7 @@ class Queue:
                 raise
 
     def close(self) -> None:
-        """Closes its Locals, too."""
+        """Closes its Locals, too, and aborts its open steps."""
         if self.turn.is_left():
             self._forget()
             return
@@ -133,7 +130,6 @@ class Queue:
             if not self.pointer:
                 return
             self._close_locals()
-            self._close_steps()
             if self._staging is not None:
                 self._staging.close()
             with self.client._gate:
@@ -145,28 +141,11 @@ class Queue:
         for local in list(self._locals):
             local.close()
 
-    def _abort_left(self, ns=U64_MAX):
-        """Aborts the steps that nobody has any more, each within `ns` nanoseconds, until no ticket
-        is free."""
-        while self._left:
-            number = self._left[0]  # others may come behind it meanwhile, from any thread
-            ticket = c_uint64()
-            code = lib.kvq_submit(self.pointer, OPERATIONS["step_abort"],
-                                  byref(_ffi.Work(step=number)), None, 0, byref(ticket))
-            if code == Code.E_CREDITS:
-                return
-            if not code and lib.kvq_wait(self.pointer, ticket, ns) == Code.E_DEADLINE:
-                return
-            self._steps.discard(number)
-            self._left.remove(number)
-
-    def _close_steps(self):
-        """Aborts all that are open; if no ticket is free, one is waited for."""
-        ns = self.client._timeout_ns
-        if self._steps and len(self._tickets) == TICKETS:
-            self._close_ticket(self._tickets[0], ns)
-        self._left = list(self._steps)
-        self._abort_left(ns)
+    def _abort_left(self):
+        """Aborts the steps that nobody has any more."""
+        while self._left:  # others may come behind the first one meanwhile, from any thread
+            lib.kvq_step_abort(self.pointer, self._left[0], None, 0)
+            self._left.pop(0)
 
     def _check_open(self):
         if not self.pointer:
@@ -177,8 +156,11 @@ class Queue:
     def _forget(self):
         self.pointer = c_void_p()
         self._staging = None
-        self._tickets = []
-        self._steps, self._left = set(), []
+        self._nothing_open()
+
+    def _nothing_open(self):
+        self._tickets: List[Ticket] = []  # open ones: the library writes to their entries
+        self._left: List[int] = []  # numbers of open steps that nobody has any more
 
     def __enter__(self) -> Queue:
         return self
