@@ -2,6 +2,7 @@
 """What a queue keeps while requests are under way; python.py runs these."""
 import copy
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import unittest.mock
 import weakref
+from contextlib import suppress
 
 from e2e_rig import Test, Tokens, kvq, np
 
@@ -456,6 +458,50 @@ class Interrupts(Test):
                 step.append(layer, self.tokens.k[layer, :2], self.tokens.v[layer, :2])
             self.interrupted("kvq_step_end", behind, step.end)
             self.goes_on(begin, expected)
+
+    @staticmethod
+    def moments(call):
+        """Calls it with a KeyboardInterrupt at the first moment, then at the second one, until it
+        comes to its end. A moment is where CPython looks for signals: as a function begins, and
+        behind each call of C's."""
+        left = 0
+
+        def look(_frame, event, _argument):
+            nonlocal left
+            left -= event in ("call", "c_return")
+            if left == 0:
+                raise KeyboardInterrupt
+        for moment in itertools.count(1):
+            left = moment
+            with suppress(KeyboardInterrupt), \
+                    unittest.mock.patch.object(sys, "unraisablehook", str):  # one in a __del__
+                sys.setprofile(look)
+                try:
+                    call()
+                finally:
+                    sys.setprofile(None)
+            if left > 0:
+                return
+            yield moment
+
+    def test_at_any_moment(self):
+        """Another thread has the queue's turn behind it, and the session is in no step."""
+        refused = []
+
+        def step():
+            self.queue.step([self.session], 1).abort()
+
+        def elsewhere():
+            try:
+                step()
+            except (RuntimeError, kvq.Error) as error:
+                refused.append(error)
+        for moment in self.moments(step):
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            self.assertEqual(refused, [], moment)
+        self.assertGreater(moment, 30)
 
     def test_steps_of_this_process(self):
         k, v, q = (self.client.array((2, *getattr(self.tokens, x).shape[2:])) for x in "kvq")

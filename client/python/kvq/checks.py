@@ -8,17 +8,18 @@ with what was expected and what was given.
 """
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import threading
-from contextlib import contextmanager
-from typing import Any, List
+from typing import Any, Callable, List, TypeVar, cast
 
 import numpy as np
 
 from ._ffi import ENTRY, Ids, Pages, Tensor
 from .views import is_tensor, view
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 KINDS = (np.float16, np.uint16, np.float32)  # of K, V, Q and outputs
 
 
@@ -140,25 +141,44 @@ class Home:
 
 
 class Turn(Home):
-    """Of what one thread may use at a time. That thread may take it again meanwhile. It is taken in
-    each layer of a model, so it has no generator."""
+    """Of what one thread may use at a time. That thread may take it again meanwhile.
+
+    Each run() puts a mark, and the thread of the oldest mark has the turn. The marks go by one call
+    of C behind a `finally` that stands before they come: a KeyboardInterrupt, which Python raises
+    between its own instructions at any place, leaves none. `with` would lose one that comes between
+    the taking of a lock and the block."""
 
     def __init__(self, what):
         super().__init__(what)
-        self._lock = threading.RLock()
-        self._leave = self._lock.release
+        self._marks = {}  # the thread of each, in the order in which they came
 
-    def __call__(self):
-        return self
-
-    def __enter__(self):
+    def _take(self, mark):
         self.check_process()
-        if not self._lock.acquire(False):
+        me = self._marks[mark] = threading.get_ident()
+        try:
+            first = next(iter(self._marks.values()))
+        except RuntimeError:  # they have just changed
+            first = None
+        if first != me:
             raise RuntimeError(f"another thread is using this {self._what}; open one for each "
                                "thread")
 
-    def __exit__(self, *_):
-        self._leave()
+    def run(self, function, *arguments, **options):
+        """Calls the function while no other thread is in such a call; else RuntimeError."""
+        mark = object()
+        try:
+            self._take(mark)
+            return function(*arguments, **options)
+        finally:
+            self._marks.pop(mark, None)
+
+
+def in_turn(method: Method) -> Method:
+    """Of an object with a turn."""
+    @functools.wraps(method)
+    def wrapped(self, *arguments, **options):
+        return self.turn.run(method, self, *arguments, **options)
+    return cast(Method, wrapped)
 
 
 class Gate(Home):
@@ -179,9 +199,8 @@ class Gate(Home):
         with self._lock:
             self._inside -= 1
 
-    @contextmanager
-    def alone(self):
-        """Lets nobody in meanwhile; RuntimeError if somebody is."""
+    def alone(self, call):
+        """Calls it, and lets nobody in meanwhile; RuntimeError if somebody is."""
         with self._lock:
             if self._inside:
                 raise RuntimeError(f"{self._inside} calls of this {self._what} are under way in "
@@ -190,7 +209,7 @@ class Gate(Home):
                 raise ValueError(f"the {self._what} is closed")
             self.closed = True
         try:
-            yield
+            return call()
         finally:
             self.closed = False
 

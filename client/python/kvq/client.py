@@ -6,9 +6,10 @@ import math
 import os
 import sys
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, SupportsIndex, Tuple,
                     Union)
 
@@ -409,31 +410,31 @@ class Client:
         restarted, and how many session handles are lost. Queues and buffers go on working. Sessions
         are as closed: open named ones again. A daemon of this process's own is started again if it
         has ended."""
+        return self._alone(self._reattach)
+
+    def _reattach(self):
         lost = c_uint32()
-        with self._alone():
+        code = lib.kvq_reattach(self.pointer, byref(lost))
+        if code == Code.E_NO_DAEMON and self._private and start_again(self._private):
             code = lib.kvq_reattach(self.pointer, byref(lost))
-            if code == Code.E_NO_DAEMON and self._private and start_again(self._private):
-                code = lib.kvq_reattach(self.pointer, byref(lost))
-            if code in (Code.OK, Code.E_EPOCH):
-                self._connection += 1
-                for queue in self._queues:  # the library has cancelled what was under way
-                    queue._nothing_open()
-                for session in list(self._sessions):  # another one may get the same handle
-                    session.handle = 0
-                self._sessions.clear()
         if code not in (Code.OK, Code.E_EPOCH):
             raise Error(code, last_text())
+        self._connection += 1
+        for queue in self._queues:  # the library has cancelled what was under way
+            queue._nothing_open()
+        for session in list(self._sessions):  # another one may get the same handle
+            session.handle = 0
+        self._sessions.clear()
         return code == Code.E_EPOCH, lost.value
 
-    @contextmanager
-    def _alone(self):
-        """While no other thread is in a call of the client or of its queues; else RuntimeError."""
+    def _alone(self, call):
+        """Calls it while no other thread is in a call of the client or of its queues; else
+        RuntimeError."""
         self._gate.check_process()
-        with ExitStack() as stack:
-            for queue in list(self._queues):
-                stack.enter_context(queue.turn())
-            with self._gate.alone():
-                yield
+        call = partial(self._gate.alone, call)
+        for queue in list(self._queues):
+            call = partial(queue.turn.run, call)
+        return call()
 
     def close(self) -> None:
         """Disconnects; closes what is still open. BufferError while arrays refer to a buffer that
@@ -445,14 +446,16 @@ class Client:
             return
         for buffer in [b for b in list(self._buffers) if b._daemon_made]:
             buffer.close()
-        with self._alone():
-            for queue in self._queues:
-                queue._close_locals()
-            open_tickets = [queue._tickets for queue in self._queues]
-            self._forget()
-            lib.kvq_disconnect(byref(self.pointer))
-            del open_tickets  # what streams still owed has come
+        self._alone(self._disconnect)
         self._gate.closed = True
+
+    def _disconnect(self):
+        for queue in self._queues:
+            queue._close_locals()
+        open_tickets = [queue._tickets for queue in self._queues]
+        self._forget()
+        lib.kvq_disconnect(byref(self.pointer))
+        del open_tickets  # what streams still owed has come
 
     def _forget(self):
         for owner in self._buffers + self._device_buffers + self._queues:

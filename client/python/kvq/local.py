@@ -12,7 +12,8 @@ import kvq
 from . import _ffi
 from ._ffi import lib
 from .buffers import InUse
-from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
+from .checks import (Shapes, batch, device_tensor, entries as check_entries, in_turn, integer,
+                     text)
 from .errors import Code, check
 from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output, Threads
 from .openmp import torch_threads
@@ -60,10 +61,13 @@ class Local:
                                     max_tokens=integer("max_tokens", max_tokens, 64),
                                     flags=REQUIRE if require else 0,
                                     **_threads(threads))
-        with self.turn():
-            queue._check_open()
-            check(lib.kvq_local_open(queue.pointer, byref(options), byref(self.pointer)))
-            queue._locals.append(self)
+        self._open(options)
+
+    @in_turn
+    def _open(self, options):
+        self.queue._check_open()
+        check(lib.kvq_local_open(self.queue.pointer, byref(options), byref(self.pointer)))
+        self.queue._locals.append(self)
 
     def _check_open(self):
         if not self.pointer:
@@ -77,11 +81,10 @@ class Local:
             raise ValueError("a buffer with K or V of the step was closed before the step's end")
 
     @property
+    @alone
     def why(self) -> Optional[str]:
         """None if attention runs here, else why it goes through the daemon."""
-        with self.turn():
-            self._check_open()
-            said = lib.kvq_local_why(self.pointer)
+        said = lib.kvq_local_why(self.pointer)
         return said.decode() if said else None
 
     @alone
@@ -105,14 +108,17 @@ class Local:
         """Closes its Buckets, too."""
         if self.turn.is_left():
             self._forget()
+        else:
+            self._close()
+
+    @in_turn
+    def _close(self):
+        if not self.pointer:
             return
-        with self.turn():
-            if not self.pointer:
-                return
-            for bucket in list(self._buckets):
-                bucket.close()
-            lib.kvq_local_close(byref(self.pointer))
-            self.queue._locals.remove(self)
+        for bucket in list(self._buckets):
+            bucket.close()
+        lib.kvq_local_close(byref(self.pointer))
+        self.queue._locals.remove(self)
 
     def _forget(self):
         """In a forked process, which has nothing to give back."""
@@ -161,10 +167,13 @@ class Bucket:
                                      max_tokens=integer("max_tokens", max_tokens, 64),
                                      max_sessions=integer("max_sessions", max_sessions),
                                      max_queries=integer("max_queries", max_queries))
-        with self.turn():
-            local._check_open()
-            check(lib.kvq_bucket_open(local.pointer, byref(options), byref(self.pointer)))
-            local._buckets.append(self)
+        self._open(options)
+
+    @in_turn
+    def _open(self, options):
+        self.local._check_open()
+        check(lib.kvq_bucket_open(self.local.pointer, byref(options), byref(self.pointer)))
+        self.local._buckets.append(self)
 
     def _check_open(self):
         if not self.pointer:
@@ -217,11 +226,14 @@ class Bucket:
         """When its stream has passed its last work."""
         if self.turn.is_left():
             self._forget()
-            return
-        with self.turn():
-            if self.pointer:
-                lib.kvq_bucket_close(byref(self.pointer))
-                self.local._buckets.remove(self)
+        else:
+            self._close()
+
+    @in_turn
+    def _close(self):
+        if self.pointer:
+            lib.kvq_bucket_close(byref(self.pointer))
+            self.local._buckets.remove(self)
 
     def _forget(self):
         self.pointer = c_void_p()
@@ -243,11 +255,11 @@ class LocalStep:
                  ids: Optional[Ids] = None) -> None:
         self.local, self.turn, self.ids = local, local.turn, ids
         self._left: List[int] = []  # numbers of the sessions that are not committed yet
-        with self.turn():
-            local._check_open()
-            self._begin(local, sessions, tokens)
+        self._begin(local, sessions, tokens)
 
+    @in_turn
     def _begin(self, local, sessions, tokens):
+        local._check_open()
         self.sessions = batch(sessions, local.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
         code = None
@@ -324,11 +336,12 @@ class LocalStep:
     def abort(self) -> None:
         """Leaves every session as it was."""
         self.open = False
-        if self.turn.is_left():
-            return
-        with self.turn():
-            if self.local.pointer:
-                lib.kvq_local_abort(self.local.pointer)
+        if not self.turn.is_left():
+            self.turn.run(self._abort)
+
+    def _abort(self):
+        if self.local.pointer:
+            lib.kvq_local_abort(self.local.pointer)
 
     def __enter__(self) -> LocalStep:
         return self

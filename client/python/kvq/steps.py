@@ -9,7 +9,7 @@ from typing import Any, Iterable, Optional, SupportsIndex, Tuple, Type
 import kvq
 
 from ._ffi import lib
-from .checks import Shapes, batch
+from .checks import Shapes, batch, in_turn
 from .errors import Code, Error, check
 from .hints import Counts, CudaTensor, Floats, HostArray, Ids, Output
 from .work import Queue, alone, attend, device_fields, make_entries, refresh, take_counts
@@ -23,18 +23,21 @@ class Step:
     def __init__(self, queue: Queue, sessions: Iterable[kvq.Session], tokens: Counts,
                  ids: Optional[Ids] = None) -> None:
         self.queue, self.turn = queue, queue.turn
+        self._start(queue, sessions, tokens, ids)
+
+    @in_turn
+    def _start(self, queue, *arguments):
         begun = c_uint64()
-        with self.turn():
-            queue._check_open()
-            self._connection = queue.client._connection
-            try:
-                self._begin(queue, sessions, tokens, ids, begun)
-            except BaseException as error:
-                if begun.value and not isinstance(error, Error):  # an interrupt: nobody has it
-                    self.number = begun.value
-                    self._leave()
-                    queue._abort_left()
-                raise
+        queue._check_open()
+        self._connection = queue.client._connection
+        try:
+            self._begin(queue, *arguments, begun)
+        except BaseException as error:
+            if begun.value and not isinstance(error, Error):  # an interrupt: nobody has it
+                self.number = begun.value
+                self._leave()
+                queue._abort_left()
+            raise
 
     def _begin(self, queue, sessions, tokens, ids, step):
         self.sessions = batch(sessions, queue.client, kvq.Session)
@@ -164,8 +167,7 @@ class Step:
         finally:  # what end(), or the body, raised is what the caller wants to see
             self._leave()
             with suppress(RuntimeError, ValueError):  # of another thread's turn, or closed
-                with self.turn():
-                    self.queue._check_open()
+                self.turn.run(self.queue._check_open)
 
     def __del__(self) -> None:
         self._leave()

@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, SupportsFloat,
-                    SupportsIndex, Tuple, TypeVar, cast)
+from typing import (Any, Dict, Iterable, List, Optional, Sequence, SupportsFloat, SupportsIndex,
+                    Tuple, cast)
 
 import numpy as np
 
@@ -22,8 +22,8 @@ import kvq
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
 from .buffers import BF16, F16, F32, Buffer, InUse, dtype_code, numpy_dtype, own_code
-from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
-                     integer, integers, number, owner)
+from .checks import (Method, Shapes, Turn, array as check_array, batch, choice,
+                     entries as check_entries, in_turn, integer, integers, number, owner)
 from .errors import Code, Error, check
 from .hints import (Array, Counts, Dtype, Entries, Floats, HostArray, Ids, Output,
                     Threads)
@@ -36,8 +36,6 @@ ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
 KEPT = 64 << 20  # bytes of a staging buffer that a queue keeps behind a read
 NANS = {F16: 0x7e00, BF16: 0x7fc0, F32: 0x7fc00000}
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass
@@ -55,14 +53,14 @@ class Pages:
     skip: Optional[Counts] = None
 
 
-def alone(method: _Method) -> _Method:
-    """Of an object with a queue's turn: no other thread may be in a call of that queue."""
+def alone(method: Method) -> Method:
+    """Of an object with a queue's turn: no other thread may be in a call of that queue, and it is
+    open."""
     @functools.wraps(method)
-    def wrapped(self, *arguments, **options):
-        with self.turn():
-            self._check_open()
-            return method(self, *arguments, **options)
-    return cast(_Method, wrapped)
+    def checked(self, *arguments, **options):
+        self._check_open()
+        return method(self, *arguments, **options)
+    return cast(Method, in_turn(checked))
 
 
 def nanoseconds(seconds: Optional[SupportsFloat]) -> int:
@@ -125,17 +123,20 @@ class Queue:
         """Closes its Locals, too, and aborts its open steps."""
         if self.turn.is_left():
             self._forget()
+        else:
+            self._close()
+
+    @in_turn
+    def _close(self):
+        if not self.pointer:
             return
-        with self.turn():
-            if not self.pointer:
-                return
-            self._close_locals()
-            if self._staging is not None:
-                self._staging.close()
-            with self.client._gate:
-                lib.kvq_queue_close(byref(self.pointer))
-                self.client._queues.remove(self)
-                self._forget()
+        self._close_locals()
+        if self._staging is not None:
+            self._staging.close()
+        with self.client._gate:
+            lib.kvq_queue_close(byref(self.pointer))
+            self.client._queues.remove(self)
+            self._forget()
 
     def _close_locals(self):
         for local in list(self._locals):

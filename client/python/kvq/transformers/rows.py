@@ -116,8 +116,7 @@ def in_turn(method):
     @functools.wraps(method)
     def wrapped(self, *arguments):
         self.check_process()
-        with self.queue.turn:
-            return method(self, *arguments)
+        return self.queue.turn.run(method, self, *arguments)
     return wrapped
 
 
@@ -594,11 +593,11 @@ class Rows:
     def attend(self, layer, query, key, value, want_lse):
         """Appends K and V [batch][heads][columns][dim] of a layer to the step, and attends. Returns
         [batch][columns][q_heads][dim], zeros at pads, and the LSE alike where it is wanted."""
-        with self.queue.turn:
-            self.check_open()
-            return self._attend(self.step, layer, query, key, value, want_lse)
+        return self.queue.turn.run(self._attend, layer, query, key, value, want_lse)
 
-    def _attend(self, step, layer, query, key, value, want_lse):
+    def _attend(self, layer, query, key, value, want_lse):
+        self.check_open()
+        step = self.step
         if not step.total:
             shape = (query.shape[0], query.shape[2], query.shape[1])
             return query.new_zeros(*shape, query.shape[3]), torch.zeros(shape)
