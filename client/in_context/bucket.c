@@ -186,13 +186,19 @@ int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options, 
     return rc;
 }
 
+static const char *const tensor_names[KVQ__TENSORS] = {"k", "v", "q", "out", "lse"};
+
+struct kvq__tensors kvq__tensors_of(const struct kvq_work *w)
+{
+    return (struct kvq__tensors){{&w->k, &w->v, &w->q, &w->out, &w->lse}};
+}
+
 // What a layer was captured with is no longer needed.
 static void forget_noted(struct kvq_bucket *b, uint32_t layer)
 {
-    const struct kvq_work *w = &b->works[layer];
-    const struct kvq_tensor *const tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
-    for (int i = 0; b->noted[layer] && i < 5; i++)
-        kvq__buffer_let_go(tensors[i]->buffer);
+    const struct kvq__tensors tensors = kvq__tensors_of(&b->works[layer]);
+    for (int i = 0; b->noted[layer] && i < KVQ__TENSORS; i++)
+        kvq__buffer_let_go(tensors.at[i]->buffer);
     b->noted[layer] = false;
 }
 
@@ -239,10 +245,10 @@ void kvq_bucket_close(kvq_bucket **bucket)
 
 void kvq__bucket_note(struct kvq_bucket *b, const struct kvq_work *w)
 {
-    const struct kvq_tensor *const tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
+    const struct kvq__tensors tensors = kvq__tensors_of(w);
     assert(w->layer < b->n_layers);
-    for (int i = 0; i < 5; i++)
-        kvq__buffer_keep(tensors[i]->buffer);
+    for (int i = 0; i < KVQ__TENSORS; i++)
+        kvq__buffer_keep(tensors.at[i]->buffer);
     forget_noted(b, w->layer);
     b->noted[w->layer] = true;
     b->works[w->layer] = *w;
@@ -251,16 +257,14 @@ void kvq__bucket_note(struct kvq_bucket *b, const struct kvq_work *w)
 int kvq__bucket_check_noted(const struct kvq_bucket *b)
 {
     for (uint32_t l = 0; l < b->n_layers; l++) {
-        const struct kvq_work *w = &b->works[l];
-        const struct kvq_tensor *const tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
-        static const char *const names[] = {"k", "v", "q", "out", "lse"};
-        for (int i = 0; b->noted[l] && i < 5; i++)
-            if (tensors[i]->buffer && tensors[i]->buffer->closed)
+        const struct kvq__tensors tensors = kvq__tensors_of(&b->works[l]);
+        for (int i = 0; b->noted[l] && i < KVQ__TENSORS; i++)
+            if (tensors.at[i]->buffer && tensors.at[i]->buffer->closed)
                 return kvq__set_error(KVQ_E_BUFFER,
                                       "step begin: a graph was captured with %s of layer %u in a "
                                       "buffer that was closed since; capture the layer again, or "
                                       "close the bucket",
-                                      names[i], l);
+                                      tensor_names[i], l);
     }
     return KVQ_OK;
 }

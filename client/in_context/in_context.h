@@ -261,6 +261,13 @@ void kvq__local_note(struct kvq_local *local, const struct kvq_work *work);
 
 // ---- bucket.c ----
 
+// The tensors of an attention: K, V and Q, its output and its log-sum-exp.
+enum { KVQ__TENSORS = 5 };
+struct kvq__tensors {
+    const struct kvq_tensor *at[KVQ__TENSORS];
+};
+struct kvq__tensors kvq__tensors_of(const struct kvq_work *work);
+
 struct kvq_bucket {
     LIST_ENTRY(kvq_bucket) link; // of the kvq_local's
     kvq_local *local;

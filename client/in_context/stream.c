@@ -208,10 +208,10 @@ static int reach_tensor(const struct kvq_local *local, const struct kvq_tensor *
 
 static int reach_tensors(const struct kvq_local *local, const struct kvq_work *w, bool capturing)
 {
-    const struct kvq_tensor *tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
+    const struct kvq__tensors tensors = kvq__tensors_of(w);
     int rc = KVQ_OK;
-    for (int i = 0; i < 5 && rc == KVQ_OK; i++)
-        rc = reach_tensor(local, tensors[i], w->layer, capturing);
+    for (int i = 0; i < KVQ__TENSORS && rc == KVQ_OK; i++)
+        rc = reach_tensor(local, tensors.at[i], w->layer, capturing);
     return rc;
 }
 
