@@ -26,6 +26,14 @@ static void open_all(const char *format, bool shards, struct lg_pair p[SESSIONS]
     lg_open_bucket(p[0].here, 64);
 }
 
+// A kvq_local that attends here, with one pair and a bucket for it.
+static void open_one(struct lg_pair *p)
+{
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+}
+
 static void close_all(struct lg_pair *p, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++)
@@ -259,9 +267,7 @@ static void test_host_refusals(void **state)
     struct lg_pair p[1];
     (void)state;
     fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     struct lg_batch b = lg_batch_of(p, 1, 4, true);
     rig.on_host = 15;
     const struct kvq_work w = lg_work_of(0, true);
@@ -334,9 +340,7 @@ static void test_steps_in_capture(void **state)
     struct kvq_gpu_stream *first = rig.stream, *other;
     kvq_bucket *bucket;
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 40, NULL);
     struct lg_batch b = lg_batch_of(p, 1, 1, true);
     OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
@@ -372,9 +376,7 @@ static void test_captured_buffer_closed(void **state)
     struct lg_pair p[1];
     struct kvq_gpu_graph *graph;
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 40, NULL);
     fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
     rig.on_host = 8;
@@ -508,15 +510,24 @@ static void test_calls_ahead_of_the_stream(void **state)
     close_all(p, SESSIONS);
 }
 
+// The first layer of a step behind one that was ended here, and that the pair does not count yet.
+static void attend_ahead(const struct lg_pair *p)
+{
+    struct lg_pair next = *p;
+    next.tokens++;
+    struct lg_batch b = lg_batch_of(&next, 1, 1, true);
+    const struct kvq_work w = lg_work_of(0, true);
+    lg_all_fine(lg_begin(&b), &b);
+    lg_all_fine(lg_attend(&w, &b), &b);
+}
+
 // A step on another stream than the last: both use the bucket's memory, so it waits for that one.
 static void test_another_stream(void **state)
 {
     struct kvq_gpu_stream *first = rig.stream, *other;
     struct lg_pair p[1];
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 40, NULL); // whose first request on a stream finds the order
     if (kvq_queue_order(rig.queue) == KVQ_ORDER_HOST)
         skip(); // the end of a step waits for the stream there
@@ -525,12 +536,7 @@ static void test_another_stream(void **state)
     soft_stall(first, true);
     assert_int_equal(lg_step_here(p, p->tokens, 1), 0);
     rig.stream = other;
-    struct lg_pair next = p[0];
-    next.tokens++;
-    struct lg_batch b = lg_batch_of(&next, 1, 1, true);
-    const struct kvq_work w = lg_work_of(0, true);
-    lg_all_fine(lg_begin(&b), &b);
-    lg_all_fine(lg_attend(&w, &b), &b);
+    attend_ahead(p);
     for (int i = 0; i < 100000; i++)
         assert_int_equal(drv.stream_query(other), KVQ_GPU_NOT_READY);
     soft_stall(first, false);
@@ -549,9 +555,7 @@ static void test_end_on_another_stream(void **state)
     struct kvq_gpu_stream *first = rig.stream, *other;
     struct lg_pair p[1];
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 40, NULL);
     if (kvq_queue_order(rig.queue) == KVQ_ORDER_HOST)
         skip(); // the end of a step waits for the stream there
@@ -598,9 +602,7 @@ static void test_another_bucket(void **state)
     (void)state;
     if (order && strcmp(order, "host") == 0)
         skip(); // the end of a step waits for the stream there
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     bucket = rig.bucket;
     lg_step(p, 1, 40, NULL);
     OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
@@ -609,12 +611,7 @@ static void test_another_bucket(void **state)
     assert_int_equal(lg_step_here(p, p->tokens, 1), 0);
     rig.stream = other;
     lg_open_bucket(p->here, 64);
-    struct lg_pair next = p[0];
-    next.tokens++;
-    struct lg_batch b = lg_batch_of(&next, 1, 1, true);
-    const struct kvq_work w = lg_work_of(0, true);
-    lg_all_fine(lg_begin(&b), &b);
-    lg_all_fine(lg_attend(&w, &b), &b);
+    attend_ahead(p);
     int looks = 0;
     while (looks < 100000 && drv.stream_query(other) == KVQ_GPU_NOT_READY)
         looks++;
@@ -638,9 +635,7 @@ static void test_table_read_by_another_stream(void **state)
     struct kvq_gpu_event *read;
     struct lg_pair p[1];
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 40, NULL);
     OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
     OK(drv.stream_sync(first));
@@ -676,9 +671,7 @@ static void test_not_finite(void **state)
     struct lg_pair p[1];
     const float nan = __builtin_nanf("");
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 30, NULL);
     bool waits = kvq_queue_order(rig.queue) == KVQ_ORDER_HOST;
     for (int round = 0; round < (waits ? 1 : 2); round++) {
@@ -699,9 +692,7 @@ static void test_daemon_dies(void **state)
     struct lg_pair p[1];
     uint32_t lost;
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 40, NULL);
     struct lg_batch b = lg_batch_of(p, 1, 1, true);
     const struct kvq_work w = lg_work_of(0, true);
@@ -717,9 +708,7 @@ static void test_daemon_dies(void **state)
     refused(KVQ_E_CANCELLED, lg_begin(&b), "open another");
     kvq_bucket_close(&rig.bucket);
     kvq_local_close(&rig.local);
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    lg_open_pair("oscar2", p);
-    lg_open_bucket(p->here, 64);
+    open_one(p);
     lg_step(p, 1, 40, NULL);
 }
 

@@ -392,6 +392,18 @@ static struct kvq__move_info move_info(uint64_t id)
     return info;
 }
 
+// Sessions of a GPU: the last four are there, the first one had to leave.
+static void one_too_many(uint64_t handles[5])
+{
+    kit.core->pools[0].budget = 32 * MIB;
+    home = 1;
+    for (uint32_t i = 0; i < 5; i++) {
+        handles[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, handles[0]));
+}
+
 // A move whose session is in a step for as long as a client likes keeps no eviction to the host
 // waiting, nor a way home.
 SAVING_TEST(test_beside_a_move_that_waits)
@@ -400,13 +412,7 @@ SAVING_TEST(test_beside_a_move_that_waits)
     struct kvq__move_info info;
     uint8_t out[LAYERS][OUT_BYTES];
     uint64_t handles[5], x;
-    kit.core->pools[0].budget = 32 * MIB;
-    home = 1;
-    for (uint32_t i = 0; i < 5; i++) {
-        handles[i] = fed(&m, "");
-        pass(2 * SECOND);
-    }
-    assert_false(is_home(&m, handles[0]));
+    one_too_many(handles);
     assert_int_equal(finish(&m, begin(&m, handles[4], 9, 1, 0)), 0);
     rest();
     assert_int_equal(
@@ -433,13 +439,7 @@ SAVING_TEST(test_way_home_before_a_move)
     struct kvq__move_spec spec = {.place = "host", .wait_ms = 1000};
     struct kvq__move_info info;
     uint64_t handles[5];
-    kit.core->pools[0].budget = 32 * MIB;
-    home = 1;
-    for (uint32_t i = 0; i < 5; i++) {
-        handles[i] = fed(&m, "");
-        pass(2 * SECOND);
-    }
-    assert_false(is_home(&m, handles[0]));
+    one_too_many(handles);
     kit_drop(&m, handles[4]);
     rest();
     assert_int_equal(
@@ -655,27 +655,42 @@ SAVING_TEST(test_looks_while_some_go)
     leave_step(&m, y);
 }
 
-// Blocks that were given up and may still be read are waited for if they are enough, and not for
-// long.
-SAVING_TEST(test_given_up)
+// The blocks of a session's step were given up, and a request under way may still read them: the
+// flight and a reference to the session. Besides it there are three sessions, which may go.
+static struct kvq__session *give_up(uint64_t handles[3], struct kvq__flight *flight)
 {
-    uint64_t a = opened(&m, ""), handles[3], x = opened(&other, "x");
-    struct kvq__flight flight = {0};
+    uint64_t a = opened(&m, "");
     for (uint32_t i = 0; i < 3; i++)
         handles[i] = fed(&m, "");
     pass(2 * SECOND);
     assert_int_equal(begin(&m, a, 9, SESSION, 0), 0);
     struct kvq__session *s = kit_of(&m, a);
-    kvq__flight_begin(kit.core, &flight);
-    kvq__session_ref(s); // as a request under way does
+    kvq__flight_begin(kit.core, flight);
+    kvq__session_ref(s);
     leave_step(&m, a);
     assert_int_equal(s->ns->arenas[0].deferred_bytes, SESSION_BYTES);
+    return s;
+}
+
+// The request has ended.
+static void read_up(struct kvq__session *s, struct kvq__flight *flight)
+{
+    kvq__session_unref(s);
+    kvq__flight_end(kit.core, flight);
+}
+
+// Blocks that were given up and may still be read are waited for if they are enough, and not for
+// long.
+SAVING_TEST(test_given_up)
+{
+    uint64_t handles[3], x = opened(&other, "x");
+    struct kvq__flight flight = {0};
+    struct kvq__session *s = give_up(handles, &flight);
     assert_int_equal(begin(&other, x, 9, SESSION, 0), 1); // as much as that
     assert_int_equal(kit.core->last_ticket_id, 0);
     assert_int_equal(begin(&m, handles[2], 9, SESSION + PAGE, 0), 1); // more
     assert_int_equal(kit.core->last_ticket_id, 1);
-    kvq__session_unref(s);
-    kvq__flight_end(kit.core, &flight);
+    read_up(s, &flight);
     assert_int_equal(finish(&other, kit_again(&other)), 0);
     leave_step(&other, x);
     assert_int_equal(finish(&m, 1), 0);
@@ -686,41 +701,25 @@ SAVING_TEST(test_given_up)
 // Where a limit was lowered they are not waited for.
 SAVING_TEST(test_given_up_above_a_limit)
 {
-    uint64_t a = opened(&m, "");
+    uint64_t handles[3];
     struct kvq__flight flight = {0};
-    for (uint32_t i = 0; i < 3; i++)
-        fed(&m, "");
-    pass(2 * SECOND);
-    assert_int_equal(begin(&m, a, 9, SESSION, 0), 0);
-    struct kvq__session *s = kit_of(&m, a);
-    kvq__flight_begin(kit.core, &flight);
-    kvq__session_ref(s);
-    leave_step(&m, a);
-    assert_int_equal(s->ns->arenas[0].deferred_bytes, SESSION_BYTES);
+    struct kvq__session *s = give_up(handles, &flight);
     kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 3 * SESSION_BYTES);
     kvq__core_tick(kit.core);
     assert_int_equal(kit.core->n_evicting, 1);
-    kvq__session_unref(s);
-    kvq__flight_end(kit.core, &flight);
+    read_up(s, &flight);
     rest();
 }
 
 // They may never come free.
 SAVING_TEST(test_given_up_for_ever)
 {
-    uint64_t a = opened(&m, ""), x = opened(&other, "x");
+    uint64_t handles[3], x = opened(&other, "x");
     struct kvq__flight flight = {0};
-    for (uint32_t i = 0; i < 3; i++)
-        fed(&m, "");
-    pass(2 * SECOND);
-    assert_int_equal(begin(&m, a, 9, SESSION, 0), 0);
-    kvq__flight_begin(kit.core, &flight);
-    kvq__session_ref(kit_of(&m, a));
-    leave_step(&m, a);
+    struct kvq__session *s = give_up(handles, &flight);
     assert_int_equal(finish(&other, begin(&other, x, 9, SESSION, 0)), 0);
     assert_int_equal(evicted(), 1);
-    kvq__session_unref(kit_of(&m, a));
-    kvq__flight_end(kit.core, &flight);
+    read_up(s, &flight);
     leave_step(&other, x);
 }
 

@@ -173,14 +173,22 @@ static void end_turn(void)
     kvq__turn_end(&turns, turns.now);
 }
 
+// The first n wait. `most` may write at a time, `share` of one namespace.
+static void wait_anew(uint32_t most, uint32_t share, const char *const ns[TURNS], uint32_t n,
+                      void (*comes)(struct kvq__write_turn *t))
+{
+    memset(waiting, 0, sizeof waiting);
+    memset(order, 0, sizeof order);
+    kvq__turns_init(&turns, most, share);
+    for (uint32_t i = 0; i < n; i++)
+        kvq__turn_wait(&turns, &waiting[i], ns[i], comes);
+}
+
 // One namespace with a long queue does not keep the others waiting: they have every other turn.
 PLAIN_TEST(test_turns)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "y", "z", "y"};
-    memset(order, 0, sizeof order);
-    kvq__turns_init(&turns, 1, 1);
-    for (uint32_t i = 0; i < TURNS; i++)
-        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_comes);
+    wait_anew(1, 1, ns, TURNS, turn_comes);
     assert_string_equal(order, "a");
     assert_int_equal(turns.n, TURNS - 1);
     while (turns.now)
@@ -196,11 +204,7 @@ PLAIN_TEST(test_turns)
 PLAIN_TEST(test_leaving)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "y", "x", "y", "x"};
-    memset(waiting, 0, sizeof waiting);
-    memset(order, 0, sizeof order);
-    kvq__turns_init(&turns, 1, 1);
-    for (uint32_t i = 0; i < TURNS; i++)
-        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_comes);
+    wait_anew(1, 1, ns, TURNS, turn_comes);
     assert_ptr_equal(kvq__turn_after(&turns, "x", NULL), &waiting[1]);
     assert_ptr_equal(kvq__turn_after(&turns, "x", &waiting[1]), &waiting[2]);
     assert_ptr_equal(kvq__turn_after(&turns, "x", &waiting[2]), &waiting[3]);
@@ -226,11 +230,7 @@ PLAIN_TEST(test_leaving)
 PLAIN_TEST(test_several_turns)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "x", "x", "y"};
-    memset(waiting, 0, sizeof waiting);
-    memset(order, 0, sizeof order);
-    kvq__turns_init(&turns, 2, 2);
-    for (uint32_t i = 0; i < TURNS; i++)
-        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_begins);
+    wait_anew(2, 2, ns, TURNS, turn_begins);
     assert_string_equal(order, "ab");
     kvq__turn_end(&turns, &waiting[1]);
     assert_string_equal(order, "abc");
@@ -246,11 +246,7 @@ PLAIN_TEST(test_several_turns)
 PLAIN_TEST(test_room_for_others)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "y", "x", "y", "z", "y"};
-    memset(waiting, 0, sizeof waiting);
-    memset(order, 0, sizeof order);
-    kvq__turns_init(&turns, 3, 2);
-    for (uint32_t i = 0; i < 3; i++)
-        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_begins);
+    wait_anew(3, 2, ns, 3, turn_begins);
     assert_string_equal(order, "ab"); // nobody else waits, and still
     for (uint32_t i = 3; i < TURNS; i++)
         kvq__turn_wait(&turns, &waiting[i], ns[i], turn_begins);
