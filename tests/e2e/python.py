@@ -429,10 +429,9 @@ class Package(Test):
         inside, leave, seen = threading.Event(), threading.Event(), []
 
         def use():
-            with self.client._gate:
-                inside.set()
-                leave.wait(e2e_rig.BOUND)
-        thread = threading.Thread(target=self.queue.turn.run, args=(use,))
+            inside.set()
+            leave.wait(e2e_rig.BOUND)
+        thread = threading.Thread(target=self.queue.turn.run, args=(self.client._gate.run, use))
         thread.start()
         inside.wait(e2e_rig.BOUND)
         for call in (self.queue.nop, self.queue.close, self.client.close, self.client.reattach):

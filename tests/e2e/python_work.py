@@ -503,6 +503,14 @@ class Interrupts(Test):
             self.assertEqual(refused, [], moment)
         self.assertGreater(moment, 30)
 
+    def test_at_any_moment_of_a_control_call(self):
+        """The client can be closed behind it: in no call of its own is anybody left."""
+        client = self.daemon.client()
+        for moment in self.moments(client.info):
+            self.assertEqual(client._gate.alone(bool), False, moment)
+        self.assertGreater(moment, 5)
+        client.close()
+
     def test_steps_of_this_process(self):
         k, v, q = (self.client.array((2, *getattr(self.tokens, x).shape[2:])) for x in "kvq")
         k[...], v[...], q[...] = (getattr(self.tokens, x)[0, :2] for x in "kvq")

@@ -116,14 +116,16 @@ class Buffer:
         self._callers = 0  # calls that hand its address to the library right now
         self._memory: Any
         self._daemon_made = daemon_made
-        with client._gate:
-            if daemon_made:
-                client.control(lib.kvq_buffer_create, nbytes, byref(self.pointer))
-                self.address = lib.kvq_buffer_data(self.pointer)
-                self._memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
-            else:
-                self._import(memfd, offset)
-            client._buffers.append(self)
+        client._gate.run(self._open, memfd, offset)
+
+    def _open(self, memfd, offset):
+        if self._daemon_made:
+            self.client.control(lib.kvq_buffer_create, self.nbytes, byref(self.pointer))
+            self.address = lib.kvq_buffer_data(self.pointer)
+            self._memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        else:
+            self._import(memfd, offset)
+        self.client._buffers.append(self)
 
     # The mapping is Python's own here, so arrays stay valid after the buffer is closed.
     def _import(self, memfd, offset):
@@ -237,8 +239,11 @@ class Buffer:
             return
         if self.client._gate.is_left():
             self._forget()
-            return
-        with self.client._gate, self._closing:
+        else:
+            self.client._gate.run(self._close)
+
+    def _close(self):
+        with self._closing:
             if not self.pointer:  # another thread was first
                 return
             with _calls:

@@ -143,10 +143,10 @@ class Home:
 class Turn(Home):
     """Of what one thread may use at a time. That thread may take it again meanwhile.
 
-    Each run() puts a mark, and the thread of the oldest mark has the turn. The marks go by one call
-    of C behind a `finally` that stands before they come: a KeyboardInterrupt, which Python raises
-    between its own instructions at any place, leaves none. `with` would lose one that comes between
-    the taking of a lock and the block."""
+    Each run() puts a mark, and the thread of the oldest mark has the turn. A mark goes by one call
+    of C, behind a `finally` that stands before it comes, so that no KeyboardInterrupt leaves one:
+    CPython, from 3.10 on, raises it as a function begins, behind a call, and as a loop goes round.
+    `with` would lose one that comes between the taking of a lock and the block."""
 
     def __init__(self, what):
         super().__init__(what)
@@ -182,36 +182,44 @@ def in_turn(method: Method) -> Method:
 
 
 class Gate(Home):
-    """Counts the calls under way, so that none is left behind when the library's object goes."""
+    """Has a mark of each call under way, as Turn has, so that none is left behind when the
+    library's object goes."""
 
     def __init__(self, what):
         super().__init__(what)
-        self._lock, self._inside, self.closed = threading.Lock(), 0, False
+        self._lock, self._marks, self.closed = threading.Lock(), set(), False
 
-    def __enter__(self):
+    def _enter(self, mark):
         self.check_process()
         with self._lock:
             if self.closed:
                 raise ValueError(f"the {self._what} is closed")
-            self._inside += 1
+            self._marks.add(mark)
 
-    def __exit__(self, *_):
-        with self._lock:
-            self._inside -= 1
-
-    def alone(self, call):
-        """Calls it, and lets nobody in meanwhile; RuntimeError if somebody is."""
-        with self._lock:
-            if self._inside:
-                raise RuntimeError(f"{self._inside} calls of this {self._what} are under way in "
-                                   "other threads; let them end first")
-            if self.closed:
-                raise ValueError(f"the {self._what} is closed")
-            self.closed = True
+    def run(self, function, *arguments):
+        """Calls the function, unless the object is closed; then ValueError."""
+        mark = object()
         try:
-            return call()
+            self._enter(mark)
+            return function(*arguments)
         finally:
-            self.closed = False
+            self._marks.discard(mark)
+
+    def alone(self, function):
+        """Calls the function, and lets nobody in meanwhile; RuntimeError if somebody is."""
+        ours = False
+        try:
+            with self._lock:
+                if self._marks:
+                    raise RuntimeError(f"{len(self._marks)} calls of this {self._what} are under "
+                                       "way in other threads; let them end first")
+                if self.closed:
+                    raise ValueError(f"the {self._what} is closed")
+                self.closed = ours = True
+            return function()
+        finally:
+            if ours:
+                self.closed = False
 
 
 # ---- Arrays ----

@@ -238,8 +238,10 @@ class Client:
     def control(self, function: Callable[..., int], *arguments: Any) -> None:
         """Calls a function of the library's that takes the client first. ValueError if the client
         is closed."""
-        with self._gate:
-            check(function(self.pointer, *arguments))
+        self._gate.run(self._control, function, *arguments)
+
+    def _control(self, function, *arguments):
+        check(function(self.pointer, *arguments))
 
     def info(self) -> Dict[str, Any]:
         """About the daemon, as a dict with the fields of struct kvq_daemon_info."""

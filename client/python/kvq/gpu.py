@@ -32,15 +32,17 @@ class DeviceBuffer:
         self._closing = threading.Lock()
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError("a tensor to be imported must be contiguous")
-        with client._gate:
-            if tensor is None:
-                client.control(lib.kvq_buffer_create_on, text("gpu", gpu), nbytes,
-                               byref(self.pointer))
-            else:
-                client.control(lib.kvq_buffer_import, tensor.data_ptr(), nbytes,
-                               byref(self.pointer))
-            self.address = lib.kvq_buffer_device(self.pointer)
-            client._device_buffers.append(self)
+        client._gate.run(self._open, gpu, tensor)
+
+    def _open(self, gpu, tensor):
+        if tensor is None:
+            self.client.control(lib.kvq_buffer_create_on, text("gpu", gpu), self.nbytes,
+                                byref(self.pointer))
+        else:
+            self.client.control(lib.kvq_buffer_import, tensor.data_ptr(), self.nbytes,
+                                byref(self.pointer))
+        self.address = lib.kvq_buffer_device(self.pointer)
+        self.client._device_buffers.append(self)
 
     def contains(self, tensor: CudaTensor) -> bool:
         """Whether all of a tensor, of any shape and dtype, lies in this buffer, which is open."""
@@ -72,8 +74,11 @@ class DeviceBuffer:
             return
         if self.client._gate.is_left():
             self._forget()
-            return
-        with self.client._gate, self._closing:
+        else:
+            self.client._gate.run(self._close)
+
+    def _close(self):
+        with self._closing:
             if self.pointer:
                 lib.kvq_buffer_close(byref(self.pointer))
                 self.client._device_buffers.remove(self)

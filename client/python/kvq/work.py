@@ -110,14 +110,16 @@ class Queue:
         self._staging: Optional[Buffer] = None
         self._locals: List[kvq.Local] = []
         self._nothing_open()
-        with client._gate:
-            try:
-                client.control(lib.kvq_queue_open, byref(self.pointer))
-                client._queues.append(self)
-            except BaseException:  # an interrupt comes right behind the call
-                if self.pointer and self not in client._queues:
-                    lib.kvq_queue_close(byref(self.pointer))
-                raise
+        client._gate.run(self._open)
+
+    def _open(self):
+        try:
+            self.client.control(lib.kvq_queue_open, byref(self.pointer))
+            self.client._queues.append(self)
+        except BaseException:  # an interrupt comes right behind the call
+            if self.pointer and self not in self.client._queues:
+                lib.kvq_queue_close(byref(self.pointer))
+            raise
 
     def close(self) -> None:
         """Closes its Locals, too, and aborts its open steps."""
@@ -133,10 +135,12 @@ class Queue:
         self._close_locals()
         if self._staging is not None:
             self._staging.close()
-        with self.client._gate:
-            lib.kvq_queue_close(byref(self.pointer))
-            self.client._queues.remove(self)
-            self._forget()
+        self.client._gate.run(self._close_here)
+
+    def _close_here(self):
+        lib.kvq_queue_close(byref(self.pointer))
+        self.client._queues.remove(self)
+        self._forget()
 
     def _close_locals(self):
         for local in list(self._locals):
