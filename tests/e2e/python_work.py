@@ -186,6 +186,89 @@ class Tickets(Test):
                 self.assertEqual(self.queue._tickets, [])
 
 
+class Found(unittest.TestCase):
+    """Which of a client's buffers holds an address, without one of the daemon's."""
+
+    class Made:
+        """One with a count of the looks at it."""
+
+        def __init__(self, address, nbytes):
+            self.address, self.nbytes, self.looks, self.is_open = address, nbytes, 0, True
+
+        @property
+        def pointer(self):
+            self.looks += 1
+            return self.is_open
+
+    def setUp(self):
+        self.buffers = kvq.buffers.Buffers()
+
+    def make(self, *places):
+        made = [self.Made(*place) for place in places]
+        for buffer in made:
+            self.buffers.append(buffer)
+        return made
+
+    def test_one_look(self):
+        """At the one that it is, of many in any order; none, for what lies between them."""
+        made = self.make(*((i * 37 % 200 * 100, 60) for i in range(200)))
+        for buffer in made:
+            self.assertIs(self.buffers.find(buffer.address + 5, buffer.address + 60), buffer)
+            for start, end in ((buffer.address + 5, buffer.address + 61),
+                               (buffer.address - 1, buffer.address + 5),
+                               (buffer.address + 70, buffer.address + 80)):
+                self.assertIsNone(self.buffers.find(start, end))
+        self.assertEqual({buffer.looks for buffer in made}, {1})
+
+    def test_sorted_once(self):
+        made = self.make((100, 10), (200, 10))
+        with unittest.mock.patch.object(kvq.buffers.Buffers, "_sort", autospec=True,
+                                        side_effect=kvq.buffers.Buffers._sort) as sort:
+            for _ in range(3):
+                self.assertIs(self.buffers.find(200, 210), made[1])
+            self.assertEqual(sort.call_count, 1)
+            self.buffers.remove(made[0])
+            self.assertIsNone(self.buffers.find(100, 110))
+            self.assertIs(self.buffers.find(200, 210), made[1])
+            self.assertEqual(sort.call_count, 2)
+            self.buffers.clear()
+            self.assertIsNone(self.buffers.find(200, 210))
+
+    def test_one_in_another(self):
+        """As where tensors of a GPU are imported, and parts of them, too."""
+        whole, part, last = self.make((0, 1000), (100, 100), (900, 100))
+        for start, end, found in ((100, 200, part), (150, 201, whole), (300, 400, whole),
+                                  (950, 1000, last), (899, 1000, whole), (899, 1001, None)):
+            self.assertIs(self.buffers.find(start, end), found)
+        part.is_open = False
+        self.assertIs(self.buffers.find(100, 200), whole)
+        whole.is_open = False
+        self.assertIsNone(self.buffers.find(100, 200))
+
+    def test_one_that_comes_while_others_are_sorted(self):
+        """From another thread, or as Python collects what had one: the next find knows of it."""
+        first, second = self.make((100, 10), (300, 10))
+        late = self.Made(500, 10)
+
+        class Disturbing(self.Made):
+            """The first look at its address, which is sorting's, lets others come and go."""
+
+            @property
+            def address(of):
+                if late not in self.buffers:
+                    self.buffers.append(late)
+                    self.buffers.remove(first)
+                return 200
+
+            @address.setter
+            def address(self, _):
+                pass
+        self.buffers.append(Disturbing(200, 10))
+        self.assertIs(self.buffers.find(300, 310), second)
+        self.assertIs(self.buffers.find(500, 510), late)
+        self.assertIsNone(self.buffers.find(100, 110))
+
+
 class Buffers(Test):
     """Buffers that come and go while others are looked for."""
 
@@ -193,17 +276,11 @@ class Buffers(Test):
         gc.collect()  # mocks hold arrays, in circles
         super().tearDown()
 
-    def test_one_that_closes_meanwhile(self):
-        """In another thread, say. The one that is behind it is found, with one look at each."""
+    def test_a_look_for_each_tensor(self):
+        """Of a call, however many there are."""
         first, second = self.client.buffer(4096), self.client.buffer(4096)
-        array = second.array(4)
-
-        def close(_):
-            first.close()
-            return False
-        with unittest.mock.patch.object(first, "contains", close):
-            self.assertIs(self.client.find_buffer(array), second)
-        plain = np.zeros(3, np.int32)
+        array, plain = second.array(4), np.zeros(3, np.int32)
+        first.close()
         with unittest.mock.patch.object(self.client, "find_buffer",
                                         side_effect=self.client.find_buffer) as looked:
             (one, buffer, copied), none, (two, staging, staged) = self.queue._place(
@@ -212,6 +289,21 @@ class Buffers(Test):
         self.assertEqual((one is array, buffer is second, copied), (True, True, False))
         self.assertEqual((two is plain, staging is second, staged), (False, False, True))
         self.assertEqual(none, (None, None, False))
+
+    def test_views_of_all_kinds(self):
+        """Are found by the first byte and the last that they have."""
+        buffers = [self.client.buffer(4096) for _ in range(20)]
+        for buffer in buffers:
+            whole = buffer.array((8, 8, 16))
+            for array in (whole, whole[:, ::2], whole[::-1, 2:], whole.T, whole[7:, 7:, 15:],
+                          buffer.array(4096, np.uint8)[-1:], whole[3, 4, 5:6]):
+                self.assertIs(self.client.find_buffer(array), buffer)
+        wide = np.ndarray((2, 8), np.uint8, buffers[3]._memory, strides=(4088, 1))
+        self.assertIs(self.client.find_buffer(wide), buffers[3])
+        beyond = np.lib.stride_tricks.as_strided(wide, (2, 9))  # a byte of what lies behind it
+        self.assertIsNone(self.client.find_buffer(beyond))
+        for other in ("text", None, 3, [1, 2], np.float32(3), beyond + 1):
+            self.assertIsNone(self.client.find_buffer(other))
 
     def test_pages_that_are_refused(self):
         """Nothing is left of the call."""

@@ -7,8 +7,10 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from ctypes import byref, c_void_p
-from typing import Any, Dict, Iterable, Optional, SupportsIndex, Tuple, cast
+from itertools import accumulate
+from typing import Any, Dict, Iterable, List, Optional, SupportsIndex, Tuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,7 @@ import kvq
 from ._ffi import Tensor, lib
 from .checks import integer
 from .hints import Array, Dtype, HostArray, Shape
-from .views import bounds, dtype_of, is_tensor, on_host, view
+from .views import dtype_of, host_bounds, is_tensor, view
 
 F16, BF16, F32 = 1, 2, 3
 _NUMPY: Dict[int, np.dtype[Any]] = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16),
@@ -90,6 +92,49 @@ class InUse:
         with _calls:
             for buffer in self._buffers:
                 buffer._callers -= 1
+
+
+class Buffers(List[Any]):
+    """The open buffers of a client, in the order in which they were made, on the host or on GPUs.
+
+    Each layer of a model asks for those of its tensors, so they are sorted by address, once after a
+    change. There is no lock: any thread may make a change, and so may a find, in which Python
+    collects what had a buffer. A change sets a new mark behind itself; what was sorted counts as
+    long as the mark is the one that was read before."""
+    _mark: object = None
+    _sorted: Tuple[object, List[int], List[int], List[Any]] = (None, [], [], [])
+
+    def append(self, buffer: Any) -> None:
+        super().append(buffer)
+        self._mark = object()
+
+    def remove(self, buffer: Any) -> None:
+        super().remove(buffer)
+        self._mark = object()
+
+    def clear(self) -> None:
+        super().clear()
+        self._mark = object()
+
+    def find(self, start: int, end: int) -> Any:
+        """The open buffer that holds the bytes from start to before end, or None. Imported memory
+        of a GPU may lie in several."""
+        if self._sorted[0] is not self._mark:
+            self._sort()
+        _, starts, reach, buffers = self._sorted
+        i = bisect_right(starts, start) - 1
+        while i >= 0 and end <= reach[i]:
+            buffer = buffers[i]
+            if buffer.pointer and end <= buffer.address + buffer.nbytes:
+                return buffer
+            i -= 1
+        return None
+
+    def _sort(self):
+        mark = self._mark
+        buffers = sorted(self, key=lambda b: b.address)
+        ends = accumulate((b.address + b.nbytes for b in buffers), max)
+        self._sorted = mark, [b.address for b in buffers], list(ends), buffers
 
 
 class Buffer:
@@ -183,17 +228,9 @@ class Buffer:
         False for what is no array."""
         if not self.pointer:
             return False
-        if is_tensor(array):
-            if not on_host(array):
-                return False
-            start, end = bounds(array)
-        elif isinstance(array, np.ndarray):
-            of_array = (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else
-                        getattr(np, "byte_bounds"))  # until NumPy 2
-            start, end = of_array(array)
-        else:
-            return False
-        return self.address <= start and end <= self.address + self.nbytes
+        bounds = host_bounds(array)
+        return bounds is not None and self.address <= bounds[0] \
+            and bounds[1] <= self.address + self.nbytes
 
     def tensor(self, array: HostArray, dtype: Optional[Dtype] = None) -> Tensor:
         """Tensor for a [tokens][heads][dim] array (dim contiguous) of float16, float32 or uint16,

@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from . import _ffi
 from ._ffi import lib
-from .buffers import Buffer, dtype_code, numpy_dtype
+from .buffers import Buffer, Buffers, dtype_code, numpy_dtype
 from .checks import Gate, choice, integer, integers, number, text
 from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
 from .hints import Array, CudaTensor, Ids, Shape, Span
 from .private import clients, private_daemon, start_again
+from .views import bounds, host_bounds, is_tensor
 from .work import Queue
 
 MAX_HEAD_DIM = 256  # kvqd stores heads of up to 64, 128 and 256 dimensions as these
@@ -208,8 +209,8 @@ class Client:
         self._private: Optional[str] = None  # the directory of this process's own daemon
         self._connection = 0  # which one it is: reattach() makes the next
         self._gate = Gate("client")
-        self._buffers: List[Buffer] = []
-        self._device_buffers: List[DeviceBuffer] = []
+        self._buffers = Buffers()
+        self._device_buffers = Buffers()
         self._queues: List[Queue] = []
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         if private and runtime_dir:
@@ -294,11 +295,12 @@ class Client:
 
     def find_buffer(self, array: object) -> Optional[Buffer]:
         """The open buffer that holds all of an array, of any shape and dtype, or None."""
-        return next((b for b in list(self._buffers) if b.contains(array)), None)
+        held = host_bounds(array)
+        return None if held is None else self._buffers.find(*held)
 
     def find_device_buffer(self, tensor: CudaTensor) -> Optional[DeviceBuffer]:
         """The open buffer on a GPU that holds all of a CUDA tensor, or None."""
-        return next((b for b in list(self._device_buffers) if b.contains(tensor)), None)
+        return self._device_buffers.find(*bounds(tensor)) if is_tensor(tensor) else None
 
     def restore(self, name: str, ns: Optional[str] = None, shard: SupportsIndex = 0,
                 shards: SupportsIndex = 0) -> None:

@@ -6,11 +6,13 @@ as uint16.
 """
 from __future__ import annotations
 
-from typing import Any, Tuple
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
 _SEEN_AS = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
+_byte_bounds: Any = (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else
+                     getattr(np, "byte_bounds"))  # until NumPy 2
 _ASKED = ("data_ptr", "element_size", "shape", "stride", "dtype", "device")
 
 
@@ -36,6 +38,17 @@ def bounds(tensor: Any) -> Tuple[int, int]:
     if 0 not in tensor.shape:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def host_bounds(value: object) -> Optional[Tuple[int, int]]:
+    """The same of an array, or of a tensor on the CPU; None for what is neither."""
+    if isinstance(value, np.ndarray):
+        if value.flags.c_contiguous:
+            start = value.ctypes.data
+            return start, start + value.nbytes
+        start, end = _byte_bounds(value)
+        return start, end
+    return bounds(value) if is_tensor(value) and on_host(value) else None
 
 
 def view(name: str, tensor: Any) -> np.ndarray[Any, Any]:
