@@ -24,7 +24,7 @@ from python_forks import Forks, LetGo
 from python_hints import Hints
 from python_private import Private
 from python_work import (
-    Buffers, Failures, Found, InUse, Interrupts, Queues, Readers, Readings, Tickets)
+    Buffers, Failures, Found, Given, InUse, Interrupts, Queues, Readers, Readings, Tickets)
 
 from kvq import _ffi
 
@@ -686,5 +686,5 @@ class Examples(Test):
 
 if __name__ == "__main__":
     sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Ends, Failures, Forks, Found,
-                          InUse, Interrupts, LetGo, Meanwhile, Queues, Readers, Readings, Private,
-                          Words, Captures, WithoutGpu, OnGpu, Examples], __doc__))
+                          Given, InUse, Interrupts, LetGo, Meanwhile, Queues, Readers, Readings,
+                          Private, Words, Captures, WithoutGpu, OnGpu, Examples], __doc__))

@@ -269,6 +269,54 @@ class Found(unittest.TestCase):
         self.assertIsNone(self.buffers.find(100, 110))
 
 
+class Given(Test):
+    """What requests are made of, as each layer of a model does."""
+
+    def test_counts(self):
+        """In whatever form they are given, entries are the same; what they cannot be is refused."""
+        sessions = [unittest.mock.Mock(handle=n, tokens=10 * n) for n in (1, 2, 3)]
+        forms = (2, np.uint8(2), [2, 2, 2], (2, 2, 2), np.full(3, 2, np.int64),
+                 np.full(3, 2, np.uint32), np.array(2))
+        for append in forms:
+            for queries in forms:
+                entries = kvq.make_entries(sessions, append, queries)
+                self.assertEqual(
+                    [tuple(e) for e in entries.tolist()],
+                    [(n, 10 * n, 2 * n - 2, 2 * n - 2, 2, 2, 0, 0, 0) for n in (1, 2, 3)])
+        entries = kvq.make_entries(sessions, [3, 0, 5], np.array([1, 65535, 0], np.uint32))
+        self.assertEqual(entries["row"].tolist(), [0, 3, 3])
+        self.assertEqual(entries["q_row"].tolist(), [0, 1, 65536])
+        self.assertEqual(len(kvq.make_entries([], 3, 3)), 0)
+        for wrong, error, text in (
+                (-1, ValueError, "values -1 to -1; they can be 0 to 4294967295"),
+                (1 << 32, ValueError, "they can be 0 to 4294967295"),
+                ([1, 2, -3], ValueError, "values -3 to 2"), ([1, 2], ValueError, r"shape \(2,\)"),
+                (True, TypeError, "dtype bool"), ([1, True, 1.5], TypeError, "dtype float64"),
+                (np.zeros((3, 1), np.uint32), ValueError, r"shape \(3, 1\)"),
+                ([1 << 31] * 3, ValueError, "6442450944 rows of append together")):
+            with self.assertRaisesRegex(error, text):
+                kvq.make_entries(sessions, wrong)
+        for wrong in (65536, [1, 65536, 1], np.full(3, 65536, np.uint32)):
+            with self.assertRaisesRegex(ValueError, "65536; they can be 0 to 65535"):
+                kvq.make_entries(sessions, 1, wrong)
+
+    def test_buffers_of_the_layers_before(self):
+        """Attention in this process looks at them again where a buffer was closed, and only then:
+        a model's last layer would look at those of all layers."""
+        other = self.client.buffer(4096)
+        with self.queue.local() as local:
+            local._given = given = [Found.Made(100, 10) for _ in range(3)]
+            for _ in range(5):
+                local._check_given()
+            self.assertEqual([buffer.looks for buffer in given], [1, 1, 1])
+            given[2].is_open = False
+            other.close()
+            for _ in range(2):
+                with self.assertRaisesRegex(ValueError, "closed before the step's end"):
+                    local._check_given()
+            local._given = []
+
+
 class Buffers(Test):
     """Buffers that come and go while others are looked for."""
 
@@ -281,14 +329,15 @@ class Buffers(Test):
         first, second = self.client.buffer(4096), self.client.buffer(4096)
         array, plain = second.array(4), np.zeros(3, np.int32)
         first.close()
-        with unittest.mock.patch.object(self.client, "find_buffer",
-                                        side_effect=self.client.find_buffer) as looked:
-            (one, buffer, copied), none, (two, staging, staged) = self.queue._place(
-                [array, None, plain])
+        with unittest.mock.patch.object(self.client._buffers, "find",
+                                        side_effect=self.client._buffers.find) as looked:
+            one, none, two = self.queue._place([array, None, plain])
         self.assertEqual(looked.call_count, 2)
-        self.assertEqual((one is array, buffer is second, copied), (True, True, False))
-        self.assertEqual((two is plain, staging is second, staged), (False, False, True))
-        self.assertEqual(none, (None, None, False))
+        self.assertEqual((one.array is array, one.buffer is second, one.copied),
+                         (True, True, False))
+        self.assertEqual((two.array is plain, two.buffer is self.queue._staging, two.copied),
+                         (False, True, True))
+        self.assertEqual((one.offset, two.offset, none), (0, 0, None))
 
     def test_views_of_all_kinds(self):
         """Are found by the first byte and the last that they have."""

@@ -25,6 +25,7 @@ from .views import dtype_of, host_bounds, is_tensor, view
 F16, BF16, F32 = 1, 2, 3
 _NUMPY: Dict[int, np.dtype[Any]] = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16),
                                     F32: np.dtype(np.float32)}
+_CODES = {kind: code for code, kind in _NUMPY.items()}
 _TORCH = {F16: "float16", BF16: "bfloat16", F32: "float32"}
 _NAMES = {"f16": F16, "float16": F16, "bf16": BF16, "bfloat16": BF16, "f32": F32, "float32": F32,
           "uint16": BF16}
@@ -32,6 +33,10 @@ _NAMES = {"f16": F16, "float16": F16, "bf16": BF16, "bfloat16": BF16, "f32": F32
 
 def dtype_code(dtype: Dtype) -> int:
     """1, 2 or 3 for a name, a code or a NumPy dtype. bfloat16 travels as uint16."""
+    if type(dtype) is int and F16 <= dtype <= F32:
+        return dtype
+    if isinstance(dtype, np.dtype) and dtype in _CODES:
+        return _CODES[dtype]
     if dtype in (F16, BF16, F32) and not isinstance(dtype, (np.dtype, type)):
         return int(cast(int, dtype))
     name = dtype if isinstance(dtype, str) else np.dtype(cast(Any, dtype)).name
@@ -101,25 +106,25 @@ class Buffers(List[Any]):
     change. There is no lock: any thread may make a change, and so may a find, in which Python
     collects what had a buffer. A change sets a new mark behind itself; what was sorted counts as
     long as the mark is the one that was read before."""
-    _mark: object = None
+    mark: object = None
     _sorted: Tuple[object, List[int], List[int], List[Any]] = (None, [], [], [])
 
     def append(self, buffer: Any) -> None:
         super().append(buffer)
-        self._mark = object()
+        self.mark = object()
 
     def remove(self, buffer: Any) -> None:
         super().remove(buffer)
-        self._mark = object()
+        self.mark = object()
 
     def clear(self) -> None:
         super().clear()
-        self._mark = object()
+        self.mark = object()
 
     def find(self, start: int, end: int) -> Any:
         """The open buffer that holds the bytes from start to before end, or None. Imported memory
         of a GPU may lie in several."""
-        if self._sorted[0] is not self._mark:
+        if self._sorted[0] is not self.mark:
             self._sort()
         _, starts, reach, buffers = self._sorted
         i = bisect_right(starts, start) - 1
@@ -131,7 +136,7 @@ class Buffers(List[Any]):
         return None
 
     def _sort(self):
-        mark = self._mark
+        mark = self.mark
         buffers = sorted(self, key=lambda b: b.address)
         ends = accumulate((b.address + b.nbytes for b in buffers), max)
         self._sorted = mark, [b.address for b in buffers], list(ends), buffers
@@ -238,21 +243,26 @@ class Buffer:
         "bf16" (None as well) or "f16"."""
         if is_tensor(array):
             dtype, array = own_code("the tensor", array, dtype), view("the tensor", array)
-        assert isinstance(array, np.ndarray)
+        bounds = host_bounds(array)
+        assert isinstance(array, np.ndarray) and bounds
+        return self._tensor_at(bounds[0] - self.address, bounds[1] - self.address, array, dtype)
+
+    def _tensor_at(self, start, end, array, dtype):
+        """tensor() of an array whose bytes are those from start to before end of the buffer."""
         if array.ndim != 3:
             raise ValueError(f"shape {array.shape}: [tokens, heads, dim] is needed")
         code = dtype_code(dtype if dtype is not None else array.dtype)
-        if numpy_dtype(code) != array.dtype and (code == F32 or array.dtype != np.uint16):
+        if _NUMPY[code] != array.dtype and (code == F32 or array.dtype != np.uint16):
             raise TypeError(f"dtype {dtype} of an array of {array.dtype}: only uint16 arrays hold "
                             "another one, bf16 or f16")
-        if array.shape[2] > 1 and array.strides[2] != array.itemsize:
+        strides = array.strides
+        if array.shape[2] > 1 and strides[2] != array.itemsize:
             raise ValueError("the last dimension of a tensor must be contiguous")
-        if min(array.strides) < 0:
+        if min(strides) < 0:
             raise ValueError("a tensor's strides may not be negative")
-        if not self.contains(array):
+        if not self.pointer or start < 0 or end > self.nbytes:
             raise ValueError("the array does not lie in this buffer")
-        return self.strided(array.ctypes.data - self.address, array.strides[0], array.strides[1],
-                            code)
+        return self.strided(start, strides[0], strides[1], code)
 
     def strided(self, offset: SupportsIndex, token_stride: SupportsIndex,
                 head_stride: SupportsIndex, dtype: Dtype = "f32") -> Tensor:

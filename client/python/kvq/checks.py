@@ -27,6 +27,8 @@ KINDS = (np.float16, np.uint16, np.float32)  # of K, V, Q and outputs
 
 def integer(name: str, value: Any, bits: int = 32) -> int:
     """An int that fits so many bits."""
+    if type(value) is int and 0 <= value < 1 << bits:
+        return value
     try:
         number = operator.index(value)
     except TypeError:
@@ -53,6 +55,20 @@ def integers(name, value, dtype, shape=None):
         raise ValueError(f"{name} has shape {array.shape}; expected one number, or {shape}: one "
                          "for each session")
     return array.astype(dtype) if shape is None else np.broadcast_to(array.astype(dtype), shape)
+
+
+def counts(name: str, value: Any, dtype: Any, n: int) -> List[int]:
+    """integers() of shape (n,), as a list. Each layer of a model asks for it, mostly with what
+    needs no array."""
+    limit = np.iinfo(dtype).max
+    if type(value) is int:
+        value = [value] * n
+    elif isinstance(value, np.ndarray) and value.dtype.kind == "u" and value.shape == (n,):
+        value = value.tolist()
+    if type(value) is list and len(value) == n and all(
+            type(x) is int and 0 <= x <= limit for x in value):
+        return value
+    return integers(name, value, dtype, (n,)).tolist()
 
 
 def number(name, value):
@@ -254,7 +270,7 @@ def array(name, value, shape, meaning, kinds=KINDS, written=False):
 def folds(value):
     """Whether elements of an array may share memory. Exact for positive strides up to three
     dimensions that nest, which all that NumPy makes by slicing do."""
-    if value.size == 0:
+    if value.flags.c_contiguous or value.size == 0:
         return False
     reach = 0
     for size, stride in sorted(((n, abs(s)) for n, s in zip(value.shape, value.strides) if n > 1),
@@ -278,6 +294,11 @@ def device_tensor(name, value, shape, meaning):
     return value
 
 
+_DIMENSIONS = {"k": "[tokens][kv_heads][head_dim]", "v": "[tokens][kv_heads][v_dim]",
+               "q": "[queries][q_heads][head_dim]", "out": "[queries][q_heads][v_dim]",
+               "lse": "[queries][q_heads]"}
+
+
 class Shapes:
     """The shapes of one request's arrays, by the layer of its sessions and by its entries."""
 
@@ -291,19 +312,18 @@ class Shapes:
                                  f"head_dim, v_dim) {other}, that of sessions[0] {heads[0]}; one "
                                  "array cannot hold both")
         q_heads, kv_heads, dim, v_dim = heads[0]
-        tokens, queries = int(request["append"].sum()), int(request["queries"].sum())
-        how = f"layer {layer}, {len(sessions)} sessions"
+        tokens, queries = sum(request["append"].tolist()), sum(request["queries"].tolist())
+        self._how = f"layer {layer}, {len(sessions)} sessions"
         self.of = {"k": (tokens, kv_heads, dim), "v": (tokens, kv_heads, v_dim),
                    "q": (queries, q_heads, dim), "out": (queries, q_heads, v_dim),
                    "lse": (queries, q_heads)}
-        self.says = {"k": f"[tokens][kv_heads][head_dim] of {how}",
-                     "v": f"[tokens][kv_heads][v_dim] of {how}",
-                     "q": f"[queries][q_heads][head_dim] of {how}",
-                     "out": f"[queries][q_heads][v_dim] of {how}",
-                     "lse": f"[queries][q_heads] of {how}"}
+
+    def says(self, name):
+        """What the dimensions of one of them are."""
+        return f"{_DIMENSIONS[name]} of {self._how}"
 
     def check(self, name, value, written=False):
-        return array(name, value, self.of[name], self.says[name], written=written)
+        return array(name, value, self.of[name], self.says(name), written=written)
 
     def check_device(self, name, value):
-        return device_tensor(name, value, self.of[name], self.says[name])
+        return device_tensor(name, value, self.of[name], self.says(name))

@@ -124,6 +124,6 @@ def check(code: int, entries: Optional[Entries] = None) -> None:
     if code:
         raise Error(code, last_text(), entries)
     if entries is not None:
-        failed = entries["status"] != 0
-        if failed.any():
-            raise Error(int(entries["status"][failed][0]), last_text(), entries)
+        failed = next(filter(None, entries["status"].tolist()), 0)
+        if failed:
+            raise Error(failed, last_text(), entries)

@@ -56,6 +56,7 @@ class Local:
         self.pointer = c_void_p()
         self._buckets: List[Bucket] = []
         self._given: List[Any] = []  # buffers of K and V of the step under way
+        self._found_open: object = None  # the mark of the client's buffers, when these were
         self._orphaned = False  # nobody has the LocalStep under way any more
         options = _ffi.LocalOptions(place=text("place", place),
                                     max_tokens=integer("max_tokens", max_tokens, 64),
@@ -77,8 +78,12 @@ class Local:
             lib.kvq_local_abort(self.pointer)
 
     def _check_given(self):
-        if not all(buffer.pointer for buffer in self._given):
-            raise ValueError("a buffer with K or V of the step was closed before the step's end")
+        mark = self.client._buffers.mark  # else each layer would look at those of all before it
+        if mark is not self._found_open:
+            if not all(buffer.pointer for buffer in self._given):
+                raise ValueError("a buffer with K or V of the step was closed before the step's "
+                                 "end")
+            self._found_open = mark
 
     @property
     @alone
@@ -142,7 +147,10 @@ class Local:
         """kvq_local_attend with the fields of struct kvq_work."""
         self._check_given()
         work, tensors = make_work(fields)
-        self._given += [t.owner for n, t in tensors.items() if n in ("k", "v")]
+        given = [tensors[n].owner for n in ("k", "v") if n in tensors]
+        if self.queue._staging in given:
+            raise ValueError("k and v must lie in a buffer: they are read until the step's end")
+        self._given += given
         earlier = [] if "k" in tensors else self._given  # else this layer's K and V are among them
         with InUse([*earlier, *(t.owner for t in tensors.values())]):
             code = lib.kvq_local_attend(self.pointer, byref(work), entries.ctypes.data,
@@ -204,7 +212,7 @@ class Bucket:
             last = int((entries[row].astype(np.uint64) + entries[count]).max(initial=0))
             rows = max(tensor.shape[0] if len(getattr(tensor, "shape", ())) else 0, last)
             device_tensor(name, tensor, (rows, *shapes.of[name][1:]),
-                          shapes.says[name] + ", or more rows")
+                          shapes.says(name) + ", or more rows")
 
         fields = device_fields(self.local.client, check_shape, tensors)
         work, self._tensors[layer] = make_work({"layer": layer, **fields})
@@ -287,11 +295,8 @@ class LocalStep:
         """Attention of one layer, with arrays and options as for Step.attend. k and v, of the
         step's tokens, lie in buffers and stay as they are until the step's end; None for layers
         that read another layer's cache. Returns (out, lse)."""
-        for array in (k, v):
-            if array is not None and self.local.client.find_buffer(array) is None:
-                raise ValueError("k and v must lie in a buffer: they are read until the step's end")
-        append = self.entries["append"]
-        wanted = [max(int(n), 1) for n in append] if queries is None else queries
+        append = self.entries["append"].tolist()
+        wanted = [max(n, 1) for n in append] if queries is None else queries
         entries = make_entries(self.sessions, append=append, queries=wanted)
         return attend(self.local, "attend", self.sessions, entries, 0, layer, k=k, v=v, q=q,
                       **options)

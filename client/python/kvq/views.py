@@ -10,7 +10,8 @@ from typing import Any, Optional, Tuple
 
 import numpy as np
 
-_SEEN_AS = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
+_SEEN_AS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16),
+            "float32": np.dtype(np.float32)}
 _byte_bounds: Any = (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else
                      getattr(np, "byte_bounds"))  # until NumPy 2
 _ASKED = ("data_ptr", "element_size", "shape", "stride", "dtype", "device")
@@ -36,7 +37,7 @@ def bounds(tensor: Any) -> Tuple[int, int]:
     """Address of a tensor's first byte, and of the one behind its last."""
     start, last = tensor.data_ptr(), -1
     if 0 not in tensor.shape:
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+        last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride())])
     return start, start + (last + 1) * tensor.element_size()
 
 
@@ -54,15 +55,16 @@ def host_bounds(value: object) -> Optional[Tuple[int, int]]:
 def view(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     """An array over a tensor's memory, with its strides; keeps the tensor. TypeError or ValueError
     if there can be none."""
-    device = getattr(tensor, "device", "another device than the CPU")
-    if not on_host(tensor) or any(not hasattr(tensor, m) for m in _ASKED):
+    if not on_host(tensor) or not all([hasattr(tensor, m) for m in _ASKED]):
+        device = getattr(tensor, "device", "another device than the CPU")
         layout = str(getattr(tensor, "layout", "torch.strided"))
         how = "" if layout == "torch.strided" else f" with the layout {layout}"
         hint = "; CUDA tensors go through on_stream" if getattr(device, "type", "cuda") == "cuda" \
             else ""
         raise TypeError(f"{name} is {type(tensor).__name__} on {device}{how}; expected a NumPy "
                         f"array, or a strided tensor on the CPU{hint}")
-    if dtype_of(tensor) not in _SEEN_AS:
+    kind = _SEEN_AS.get(dtype_of(tensor))
+    if kind is None:
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected a tensor of "
                         f"{', '.join(_SEEN_AS)}")
     if getattr(tensor, "requires_grad", False):
@@ -71,18 +73,18 @@ def view(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     if hasattr(tensor, "is_neg") and tensor.is_neg():
         raise ValueError(f"{name} is a view that negates what it reads: pass {name}.resolve_neg()")
     shape, size = tuple(tensor.shape), tensor.element_size()
-    kind = np.dtype(_SEEN_AS[dtype_of(tensor)])
     if 0 in shape:
         return np.empty(shape, kind)
     if not tensor.data_ptr():
         raise ValueError(f"{name} is {type(tensor).__name__} without memory of its own")
     return np.asarray(_Memory(tensor, {
         "version": 3, "shape": shape, "typestr": kind.str, "data": (tensor.data_ptr(), False),
-        "strides": tuple(n * size for n in tensor.stride())}))
+        "strides": tuple([n * size for n in tensor.stride()])}))
 
 
 class _Memory:
     """What NumPy asks for the array, and holds for as long as there are views of it."""
+    __slots__ = ("_tensor", "__array_interface__")
 
     def __init__(self, tensor: Any, interface: dict[str, Any]) -> None:
         self._tensor = tensor

@@ -12,8 +12,9 @@ import time
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import (Any, Dict, Iterable, List, Optional, Sequence, SupportsFloat, SupportsIndex,
-                    Tuple, cast)
+from itertools import accumulate
+from typing import (Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set,
+                    SupportsFloat, SupportsIndex, Tuple, TypeVar, cast)
 
 import numpy as np
 
@@ -22,12 +23,12 @@ import kvq
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
 from .buffers import BF16, F16, F32, Buffer, InUse, dtype_code, numpy_dtype, own_code
-from .checks import (Method, Shapes, Turn, array as check_array, batch, choice,
+from .checks import (Method, Shapes, Turn, array as check_array, batch, choice, counts,
                      entries as check_entries, in_turn, integer, integers, number, owner)
 from .errors import Code, Error, check
 from .hints import (Array, Counts, Dtype, Entries, Floats, HostArray, Ids, Output,
                     Threads)
-from .views import is_tensor
+from .views import host_bounds, is_tensor
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
               "step_end": 5, "step_abort": 6, "truncate": 7, "fork": 8, "accept": 9, "read": 10,
@@ -35,6 +36,7 @@ OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_atten
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
 KEPT = 64 << 20  # bytes of a staging buffer that a queue keeps behind a read
+TENSORS = frozenset(("k", "v", "q", "out", "lse", "pages", "ids"))
 NANS = {F16: 0x7e00, BF16: 0x7fc0, F32: 0x7fc00000}
 
 
@@ -98,6 +100,25 @@ class Ticket:
         """Waits at most timeout seconds (None: for as long as the daemon lives) and returns the
         entries. Error with E_DEADLINE if it is not done yet; the ticket stays open then."""
         return self.queue._wait(self, nanoseconds(timeout))
+
+
+class Placed(NamedTuple):
+    """An array of a request, and where it lies: in a buffer, from an address to before another."""
+    array: Array
+    buffer: Any
+    start: int
+    end: int
+    copied: bool = False  # from one that lies in no buffer
+
+    @property
+    def offset(self) -> int:
+        """In the buffer, of an array without negative strides."""
+        return self.start - self.buffer.address
+
+    def tensor(self, dtype):
+        """Buffer.tensor() of it."""
+        at = self.buffer.address
+        return self.buffer._tensor_at(self.start - at, self.end - at, self.array, dtype)
 
 
 class Queue:
@@ -263,20 +284,22 @@ class Queue:
 
     def _place(self, arrays, results=()):
         """Buffer arrays for the given ones: themselves if they lie in a buffer, else staged copies;
-        of those among the results, which the daemon writes, just the room. None stays None. Each
-        comes with its buffer, and whether it is a copy."""
-        found = [None if a is None else self.client.find_buffer(a) for a in arrays]
-        sizes = [a.nbytes for a, own in zip(arrays, found) if a is not None and own is None]
-        staging, starts = self._stage(sizes) if sizes else (None, [])
-        placed = []
-        for array, own in zip(arrays, found):
-            if array is None or own is not None:
-                placed.append((array, own, False))
-                continue
-            copy = staging.array(array.shape, array.dtype, starts.pop(0))
-            if not any(array is r for r in results):
-                copy[...] = array
-            placed.append((copy, staging, True))
+        of those among the results, which the daemon writes, just the room. None stays None. Each is
+        a Placed."""
+        find = self.client._buffers.find
+        bounds = [None if a is None else host_bounds(a) for a in arrays]
+        placed = [None if a is None else Placed(a, find(*place), *place)
+                  for a, place in zip(arrays, bounds)]
+        copied = [i for i, p in enumerate(placed) if p is not None and p.buffer is None]
+        if copied:
+            staging, starts = self._stage([arrays[i].nbytes for i in copied])
+            for i, start in zip(copied, starts):
+                array = arrays[i]
+                copy = staging.array(array.shape, array.dtype, start)
+                if not any(array is r for r in results):
+                    copy[...] = array
+                start += staging.address
+                placed[i] = Placed(copy, staging, start, start + array.nbytes, True)
         return placed
 
     # ---- Steps ----
@@ -312,10 +335,10 @@ class Queue:
         ids = integers("ids", ids, np.int32).ravel()
         if ids.size != entries["append"].sum():
             raise ValueError(f"{ids.size} ids of {entries['append'].sum()} tokens")
-        (array, buffer, _), = self._place([ids])
+        placed, = self._place([ids])
         entries["q_row"] = np.cumsum(entries["append"]) - entries["append"]
-        told = _ffi.Ids(buffer.pointer, array.ctypes.data - buffer.address)
-        told.owner = buffer
+        told = _ffi.Ids(placed.buffer.pointer, placed.offset)
+        told.owner = placed.buffer
         return told
 
     def local(self, place: Optional[str] = None, max_tokens: SupportsIndex = 0,
@@ -391,8 +414,8 @@ class Queue:
         entries["list_token"] = [len(k) for k in lists]
         entries["row"] = np.cumsum([0] + [len(k) for k in lists[:-1]])
         flat = np.concatenate(lists) if lists else np.zeros(0, np.int32)
-        (array, buffer, _), = self._place([flat if flat.size else np.zeros(1, np.int32)])
-        code = lib.kvq_accept(self.pointer, buffer.pointer, array.ctypes.data - buffer.address,
+        placed, = self._place([flat if flat.size else np.zeros(1, np.int32)])
+        code = lib.kvq_accept(self.pointer, placed.buffer.pointer, placed.offset,
                               entries.ctypes.data, len(entries))
         take_counts(sessions, entries, code)
         check(code, entries)
@@ -416,16 +439,16 @@ class Queue:
         kind = numpy_dtype(dtype)
         arrays = [np.empty((tokens, shape[0], dim), kind) for dim in shape[1:]]
         placed = self._place(arrays, arrays)
-        tensors = [buffer.tensor(array, dtype) for array, buffer, _ in placed]
+        tensors = [p.tensor(dtype) for p in placed]
         entries = make_entries([session], append=tokens)
         entries["position"] = start
         work = _ffi.Work(layer=layer, k=tensors[0], v=tensors[1])
-        marks = placed[0][0][:, 0, 0].view(np.uint32 if kind.itemsize == 4 else np.uint16)
+        marks = placed[0].array[:, 0, 0].view(np.uint32 if kind.itemsize == 4 else np.uint16)
         marks[...] = NANS[dtype_code(dtype)]  # no token has one: where it stays none was written
         check(lib.kvq_read(self.pointer, byref(work), entries.ctypes.data, 1), entries)
         count = int(entries["value"][0])
         first = int((marks != NANS[dtype_code(dtype)]).argmax()) if count else 0
-        result = tuple(array[first:first + count].copy() for array, _, _ in placed)
+        result = tuple(p.array[first:first + count].copy() for p in placed)
         if self._staging is not None and self._staging.nbytes > KEPT:
             staging, self._staging = self._staging, None
             with suppress(Error):  # the daemon has ended meanwhile; what was read stands
@@ -444,12 +467,15 @@ class Queue:
 
 def make_work(fields: Dict[str, Any]) -> Tuple[_ffi.Work, Dict[str, Any]]:
     """struct kvq_work, and its tensors by name, whose buffers are open."""
-    tensors = {n: f for n, f in fields.items()
-               if n in ("k", "v", "q", "out", "lse", "pages", "ids") and f is not None}
-    for name, tensor in tensors.items():
-        owner(name, tensor)
-    others = {n: integer(n, f, 32 if n in ("layer", "flags") else 64)
-              for n, f in fields.items() if n not in tensors and f is not None}
+    tensors, others = {}, {}
+    for name, field in fields.items():
+        if field is None:
+            continue
+        if name in TENSORS:
+            owner(name, field)
+            tensors[name] = field
+        else:
+            others[name] = integer(name, field, 32 if name in ("layer", "flags") else 64)
     return _ffi.Work(**others, **tensors), tensors
 
 
@@ -458,17 +484,18 @@ def make_entries(sessions: Iterable[kvq.Session], append: Counts = 0,
     """One ENTRY for each session, rows and query rows one behind the other: an array [sessions].
     append and queries: numbers of tokens, for all or for each."""
     sessions = list(sessions)
-    shape = (len(sessions),)
-    entries = np.zeros(shape, ENTRY)
+    n = len(sessions)
+    entries = np.zeros(n, ENTRY)
     entries["session"] = [s.handle for s in sessions]
     entries["position"] = [integer("session.tokens", s.tokens, 64) for s in sessions]
-    entries["append"] = integers("tokens", append, np.uint32, shape)
-    entries["queries"] = integers("queries", queries, np.uint16, shape)
-    for name, counts in (("row", "append"), ("q_row", "queries")):
-        ends = np.cumsum(entries[counts], dtype=np.uint64)
-        if len(ends) and ends[-1] > 0xffffffff:
-            raise ValueError(f"{ends[-1]} rows of {counts} together; they can be 4294967295")
-        entries[name] = ends - entries[counts]
+    for name, told, rows in (
+            ("append", counts("tokens", append, np.uint32, n), "row"),
+            ("queries", counts("queries", queries, np.uint16, n), "q_row")):
+        entries[name] = told
+        *starts, end = accumulate(told, initial=0)
+        if end > 0xffffffff:
+            raise ValueError(f"{end} rows of {name} together; they can be 4294967295")
+        entries[rows] = starts
     return entries
 
 
@@ -595,21 +622,20 @@ def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, 
     try:
         if pages is not None:
             fields, table = _page_fields(queue, sessions, layer, pages, entries, dtype)
-        for name, (array, buffer, _) in zip(names, placed):
-            if array is not None:
-                fields[name] = buffer.tensor(array, kinds[name])
+        for name, own in zip(names, placed):
+            if own is not None:
+                fields[name] = own.tensor(kinds[name])
         if log_sum is not None:
-            array, buffer, _ = placed[4]
-            fields["lse"] = buffer.strided(array.ctypes.data - buffer.address, array.strides[0],
-                                           array.strides[1], "f32")
+            own = placed[4]
+            fields["lse"] = own.buffer.strided(own.offset, *own.array.strides, F32)
         ticket = queue.call(operation, entries, step=step, layer=layer, deadline_ns=deadline,
                             flags=PAST_ONLY if past_only else 0, **fields)
     finally:
         if table is not None:
             table.close()
-    for result, (staged, _, copied) in zip((arrays["out"], log_sum), placed[3:]):
-        if copied:
-            _fetch(result, staged, ticket.entries)
+    for result, own in zip((arrays["out"], log_sum), placed[3:]):
+        if own is not None and own.copied:
+            _fetch(result, own.array, ticket.entries)
     check(0, ticket.entries)
     return out, log_sum
 
