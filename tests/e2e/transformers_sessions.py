@@ -503,7 +503,7 @@ class Shared(Case):
         """Caches that are made afterwards have a new client, of the next daemon; its own goes on
         saying so to those before."""
         daemon, model, ids = e2e_rig.Daemon(), models("llama")[1], prompt(9)
-        with unittest.mock.patch.object(kvq.transformers.rows, "_shared", None), \
+        with unittest.mock.patch.object(kvq.transformers.clients, "_shared", None), \
                 unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=daemon.directory):
             first, other = KvqCache(model, "16bit"), KvqCache(model, "16bit")
             model(ids, past_key_values=first)
@@ -557,7 +557,7 @@ class Shared(Case):
     def test_a_forked_process(self):
         """Has a client of its own, cannot use its parent's cache, and ends nothing of it."""
         model, ids = models("llama")[1], prompt(9)
-        with unittest.mock.patch.object(kvq.transformers.rows, "_shared", None), \
+        with unittest.mock.patch.object(kvq.transformers.clients, "_shared", None), \
                 unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory):
             cache = KvqCache(model, "16bit")
             model(ids, past_key_values=cache)

@@ -10,10 +10,7 @@ commits row by row: rows go back from it if another failed, so in a batch it has
 can be cropped.
 """
 import functools
-import gc
 import os
-import threading
-from contextlib import suppress
 from ctypes import byref, c_uint64
 
 import torch
@@ -23,8 +20,9 @@ from kvq import _ffi
 from kvq._ffi import lib
 from kvq.errors import check
 
-from .fresh import causal, merge
 from ..memory import Desk
+from .clients import close_retired, queue_of, shared_queue
+from .fresh import causal, merge
 from .table import refuse
 
 NEAR_ROWS = 256     # tokens of a step that attends here
@@ -34,80 +32,6 @@ MOST_ROWS = 1024    # of a batch: sessions of a step
 MOST_TOKENS = 65536 # of a row in a forward: tokens of a session in a step
 ROOMY = 8192        # buffers of more rows have a multiple of it
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
-
-_shared = None
-_shared_lock = threading.RLock()  # a cache that is collected takes it in whatever its thread does
-_retired = []    # clients whose daemons have ended, of caches that are still there
-_inherited = []  # clients of the processes that this one was forked from, never closed here
-
-
-def _begin_anew():
-    """In a forked process: the connection is its parent's, and so may the lock be."""
-    global _shared, _shared_lock, _retired
-    _inherited.extend([_shared, *_retired])
-    _shared, _shared_lock, _retired = None, threading.RLock(), []
-
-
-os.register_at_fork(after_in_child=_begin_anew)
-
-
-def shared_client():
-    """One connection for all caches of a process that are given none."""
-    global _shared
-    with _shared_lock:
-        if _shared is None or not _shared.pointer:
-            _shared = kvq.Client(name="transformers")
-        return _shared
-
-
-def shared_queue():
-    """The client that all caches share, and a queue of it. Where the client's daemon has ended, a
-    new client takes the place of the one before, which caches that are there keep."""
-    global _shared
-    client = shared_client()
-    try:
-        return client, _queue_of(client)
-    except kvq.Error as error:
-        if error.code != kvq.Code.E_DISCONNECTED:
-            raise
-    except ValueError:
-        if client.pointer:  # else another thread has found it so, and closed it
-            raise
-    with _shared_lock:
-        if _shared is client:
-            _shared = None
-            _retired.append(client)
-    close_retired()
-    client = shared_client()
-    return client, _queue_of(client)
-
-
-def _queue_of(client):
-    """A queue for a cache. Where the client has as many as it can, those of caches that nothing
-    refers to any more, but for circles, are given back first."""
-    try:
-        return client.queue()
-    except kvq.Error as error:
-        if error.code != kvq.Code.E_LIMIT:
-            raise
-    gc.collect()
-    try:
-        return client.queue()
-    except kvq.Error as error:
-        if error.code != kvq.Code.E_LIMIT:
-            raise
-        raise kvq.Error(error.code, f"{error.text}. A KvqCache has a queue: close() caches that "
-                        "are done with, or make further ones with client=kvq.Client()") from None
-
-
-def close_retired():
-    """A client whose daemon has ended holds that daemon's memory as long as it is open: it goes
-    with the last cache of it."""
-    for client in [c for c in _retired if not c._queues]:
-        with suppress(kvq.Error, RuntimeError, ValueError):  # another thread may be in a call
-            client.close()
-    with _shared_lock:
-        _retired[:] = [c for c in _retired if c.pointer]
 
 
 def in_turn(method):
@@ -156,7 +80,7 @@ class Rows:
         self.process = os.getpid()
         self.format, self.threads = options.pop("format"), options.pop("threads")
         self.max_tokens = max_tokens
-        self.client, self.queue = (client, _queue_of(client)) if client else shared_queue()
+        self.client, self.queue = (client, queue_of(client)) if client else shared_queue()
         self.local = None
         self.connection = None  # of the client's that the local is of
         self.broken = None      # or why the cache can only be closed or reset
@@ -311,11 +235,10 @@ class Rows:
             if pairs[1:]:
                 self._truncate(pairs[1:])
         except kvq.Error as error:
-            if error.code == kvq.Code.E_ROLLBACK:
+            if error.code == kvq.Code.E_ROLLBACK and hasattr(error, "add_note"):  # from Python 3.11
                 error.add_note(f"KvqCache(max_rollback={self.options['max_rollback']}) says how "
                                "many tokens can be cropped; a session that was there keeps the "
-                               "max_rollback that it was made with") \
-                    if hasattr(error, "add_note") else None
+                               "max_rollback that it was made with")
             raise
         self.seen -= columns
         self._know(None if self.real is None else self.real[:, :self.seen])
