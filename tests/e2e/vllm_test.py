@@ -38,8 +38,8 @@ except ImportError as missing:
     sys.exit(0)
 
 import kvq.vllm
+from kvq.plugin import NEAR_ROWS
 from kvq.vllm import checks
-from kvq.vllm.worker import NEAR_ROWS
 from vllm_names import Names
 from vllm_refused import Refused
 from vllm_steps import KV_HEADS, LAYERS, Engine, Tokens, ids

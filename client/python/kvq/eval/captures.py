@@ -12,7 +12,7 @@ import kvq
 from kvq._ffi import lib
 from kvq.errors import check
 from kvq.transformers import KvqCache, cache_name
-from kvq.transformers.rows import NEAR_ROWS
+from kvq.plugin import NEAR_ROWS
 
 from .models import Models
 from .score import say

@@ -1,36 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sessions of a batch, one for each row, and the steps that go over them.
 
-A step of few tokens attends in this process (kvq_local_*): K and V of all layers stay in buffers
-until its end. A longer one goes through the daemon layer by layer, so that buffers hold one layer
-at a time.
-
 All rows take a step or none does. The daemon ends its own steps like that. One of this process
 commits row by row: rows go back from it if another failed, so in a batch it has no more tokens than
 can be cropped.
 """
 import functools
 import os
-from ctypes import byref, c_uint64
+from ctypes import byref
 
 import torch
 
 import kvq
-from kvq import _ffi
+from kvq import _ffi, plugin
 from kvq._ffi import lib
 from kvq.errors import check
 
-from ..memory import Desk
 from .clients import close_retired, queue_of, shared_queue
 from .fresh import causal, merge
 from .table import refuse
 
-NEAR_ROWS = 256     # tokens of a step that attends here
 QUERIES = 512       # of a session in a request; more are merged with PyTorch's attention
 MAX_TOKENS = 131072
 MOST_ROWS = 1024    # of a batch: sessions of a step
 MOST_TOKENS = 65536 # of a row in a forward: tokens of a session in a step
-ROOMY = 8192        # buffers of more rows have a multiple of it
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
 
 
@@ -44,26 +37,14 @@ def in_turn(method):
     return wrapped
 
 
-def _roomy(rows):
-    """Some more rows, so that a desk serves a next step of a few more as well."""
-    return max(8, 1 << (rows - 1).bit_length()) if rows < ROOMY else -(-rows // ROOMY) * ROOMY
+class Step(plugin.Step):
+    """Of a forward, which may have columns that are pads."""
 
-
-class Step:
-    """What is open between the first layer's attention and the last one's."""
-
-    def __init__(self, counts, keep, tokens, near):
-        self.counts = counts    # tokens of each row
+    def __init__(self, queue, counts, keep, columns, near):
+        super().__init__(queue, counts, near)
         self.keep = keep        # None, or [batch][columns]: which columns are tokens
-        self.columns = tokens   # columns of the forward
-        self.near = near        # attends in this process
-        self.next = 0           # the layer that comes next
+        self.columns = columns  # of the forward
         self.rows = [i for i, n in enumerate(counts) if n]
-        self.total = sum(counts)
-        self.entries = None
-        self.status = None      # of the entries
-        self.pointer = None     # of the entries
-        self.begun = c_uint64() # the number of the daemon's step
         self.seen = 0           # columns before it
         self.ending = False     # its rows may have committed
         self.past = None        # what each row had before
@@ -90,7 +71,7 @@ class Rows:
         self.seen = 0           # columns, those of pad tokens included
         self.real = None        # None, or [batch][seen]: which of them are tokens
         self.step = None
-        self.desks = {}
+        self.desks = plugin.Desks(self.client)
 
     # ---- Sessions ----
 
@@ -292,9 +273,7 @@ class Rows:
             self._end_all(sessions, kvq.Session.close)
         finally:
             self.local = None
-            for desk in self.desks.values():
-                desk.close()
-            self.desks = {}
+            self.desks.close()
             self.queue.close()
 
     def __del__(self):
@@ -345,9 +324,9 @@ class Rows:
         if most > self.max_tokens:
             refuse(f"a row would have {most} tokens; this cache was made with max_tokens="
                    f"{self.max_tokens}")
-        near = (total <= NEAR_ROWS or columns == 1) and (
+        near = (total <= plugin.NEAR_ROWS or columns == 1) and (
             batch == 1 or max(counts) <= self.options["max_rollback"])
-        step = Step(counts, keep, columns, near)
+        step = Step(self.queue, counts, keep, columns, near)
         step.past, step.seen = [s.tokens for s in self.sessions], self.seen
         if not total:
             self.step = step
@@ -359,53 +338,25 @@ class Rows:
             raise
 
     def _begin(self, step, ids):
-        table = self.table
         active = [self.sessions[i] for i in step.rows]
         counts = [step.counts[i] for i in step.rows]
-        step.entries = kvq.make_entries(active, append=counts,
-                                        queries=[min(n, QUERIES) for n in counts])
-        step.entries["q_row"] = step.entries["row"]
-        step.status = step.entries["status"]
-        step.pointer = step.entries.ctypes.data
         step.together = step.near or (any(step.past) and max(step.counts) <= QUERIES)
-        step.desk = self._desk(step.total, table.layers if step.near else 1,
-                               step.total if step.together else min(step.total, QUERIES))
+        desk = self.desks.of(self.table, self.dtype, self.table.layers if step.near else 1,
+                             step.total, step.total if step.together else min(step.total, QUERIES))
         if step.together and step.keep is None:
-            step.shaped = step.desk.shaped(len(step.counts), step.columns)
-        step.told = None
+            step.shaped = desk.shaped(len(step.counts), step.columns)
         if ids is not None:
-            chosen = ids.reshape(-1) if step.keep is None else ids[step.keep]
-            step.desk.ids[:step.total].copy_(chosen)
-            step.told = step.desk.told()
-        n = len(active)
+            ids = ids.reshape(-1) if step.keep is None else ids[step.keep]
+        step.prepare(desk, active, counts, [min(n, QUERIES) for n in counts], ids)
         if step.near:
             self._take_in(active)
-            self.step = step  # so that a failure or an interrupt from here on aborts it
-            check(lib.kvq_local_begin(self.local.pointer, step.pointer, n))
-        else:
-            self.step = step
-            begin = (self.queue.pointer, step.pointer, n)
-            check(lib.kvq_step_begin(*begin, byref(step.begun)) if step.told is None else
-                  lib.kvq_step_begin_ids(*begin, byref(step.told), byref(step.begun)))
-            for work in step.desk.work:
-                work.step = step.begun.value
+        self.step = step  # so that a failure or an interrupt from here on aborts it
+        step.begin(self.local)
         self._check(step)
-
-    def _desk(self, rows, kept, asked):
-        """A desk with at least so many rows of K and V, and `asked` of Q: one has K and V of all
-        layers, one of a single one."""
-        desk = self.desks.get(kept)
-        if desk is None or desk.rows < rows or desk.asked < asked or desk.dtype != self.dtype:
-            if desk is not None:  # closed ones are not kept, also if the new one cannot be made
-                rows, asked = max(rows, desk.rows), max(asked, desk.asked)
-                self.desks.pop(kept).close()
-            desk = self.desks[kept] = Desk(self.client, self.table, self.dtype, _roomy(rows), kept,
-                                           _roomy(asked))
-        return desk
 
     def _check(self, step):
         """Raises for the first row that failed; the step is over for all of them then."""
-        if any(step.status.tolist()):
+        if step.failed():
             try:
                 check(0, step.entries)
             finally:
@@ -417,16 +368,13 @@ class Rows:
         step = self.step
         if step.total:
             step.ending = True
-            if step.near:
-                work = None if step.told is None else byref(_ffi.StepWork(ids=step.told))
-                code = lib.kvq_local_end(self.local.pointer, work, step.pointer, len(step.rows))
-                if code or step.entries["status"].any():
-                    try:
-                        check(code, step.entries)  # before other calls have a text of theirs
-                    finally:
-                        self.abort()
-            else:  # of all rows or of none
-                check(lib.kvq_step_end(self.queue.pointer, step.begun.value, None, 0))
+            code = step.end(each=False)
+            if step.near and (code or step.failed()):
+                try:
+                    check(code, step.entries)  # before other calls have a text of theirs
+                finally:
+                    self.abort()
+            check(code)
             for i in step.rows:
                 self.sessions[i].tokens = step.past[i] + step.counts[i]
         self._count(step)
@@ -502,12 +450,9 @@ class Rows:
         self.step = None
 
     def _abort(self, step):
-        if step.near:
-            lib.kvq_local_abort(self.local.pointer)
-        elif step.begun.value:
-            code = lib.kvq_step_abort(self.queue.pointer, step.begun.value, None, 0)
-            if not step.ending:
-                check(0 if code == kvq.Code.E_NO_STEP else code)  # ended by the failure itself
+        code = step.abort()
+        if not step.ending:
+            check(0 if code == kvq.Code.E_NO_STEP else code)  # ended by the failure itself
         if step.ending:
             self._settle(step)
 
@@ -527,8 +472,8 @@ class Rows:
         desk, total = step.desk, step.total
         if step.shaped:
             return self._attend_shaped(step, layer, query, key, value, want_lse)
-        for kept, given in ((desk.keys, key), (desk.values, value)):
-            self._gather(step, given, kept[layer % desk.kept][:total])
+        for kept, given in zip(step.kept(layer), (key, value)):
+            self._gather(step, given, kept)
         if step.together:
             self._gather(step, query, desk.queries[:total])
             self._ask(step, layer)
@@ -547,14 +492,7 @@ class Rows:
         return out.clone(), lse.clone() if want_lse else None
 
     def _ask(self, step, layer):
-        if step.near:
-            code = lib.kvq_local_attend(self.local.pointer, step.desk.pointers[layer],
-                                        step.pointer, len(step.rows))
-        else:
-            code = lib.kvq_append_attend(self.queue.pointer, step.desk.pointers[layer],
-                                         step.pointer, len(step.rows))
-        if code:
-            check(code)
+        step.ask(layer)
         self._check(step)
 
     @staticmethod

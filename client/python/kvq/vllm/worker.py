@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side: a session for each request, and the steps that go over them.
-
-A forward of few tokens attends in this process (kvq_local_*): K and V of all layers stay in buffers
-until its end. A longer one goes through the daemon layer by layer, so that buffers hold one layer
-at a time.
-"""
-from ctypes import byref, c_uint64
-
+"""The worker's side: a session for each request, and the steps that go over them."""
 import torch
 
 import kvq
-from kvq import _ffi
+from kvq import plugin
 from kvq._ffi import lib
 from kvq.errors import check, last_text
 
-from ..memory import CODES, Desk
+from ..memory import CODES
 from .checks import refuse
 
-NEAR_ROWS = 256  # tokens of a step that attends here
 FULL = (kvq.Code.E_NO_MEMORY, kvq.Code.E_QUOTA, kvq.Code.E_DEADLINE)
 
 
@@ -73,7 +65,7 @@ class Worker:
                                       threads=asked.threads)
         self.table = None
         self.sessions = {}  # by request
-        self.desks = {}
+        self.desks = plugin.Desks(self.client)
         self.step = None
         self.made = False   # the step that is planned
 
@@ -149,18 +141,8 @@ class Worker:
             sessions.append(session)
             ids += some
         self.step = Step(self, sessions, batch.starts, ids, dtype)
-        self.step.begin()
+        self.step.begin(self.local)
         return self.step
-
-    def desk(self, rows, kept, dtype):
-        """A desk with room for so many tokens: one has K and V of all layers, one of one."""
-        desk = self.desks.get(kept)
-        if desk is None or desk.rows < rows or desk.dtype != dtype:
-            if desk is not None:
-                self.desks.pop(kept).close()
-            room = max(8, 1 << (rows - 1).bit_length())
-            desk = self.desks[kept] = Desk(self.client, self.table, dtype, room, kept, room)
-        return desk
 
     def finished(self, plan):
         """A forward has ended; with an open step if it failed, or left layers out."""
@@ -181,33 +163,19 @@ class Worker:
         self.client.close()
 
 
-class Step:
-    """Of a forward, from the first layer's attention to the last one's."""
+class Step(plugin.Step):
+    """Of a forward. All of its requests have tokens in it."""
 
     def __init__(self, worker, sessions, starts, ids, dtype):
-        self.worker, self.sessions, self.next = worker, sessions, 0
-        self.total = starts[-1]
-        self.near = self.total <= NEAR_ROWS
-        self.counts = [b - a for a, b in zip(starts, starts[1:])]
-        self.desk = worker.desk(self.total, worker.table.layers if self.near else 1, dtype)
-        self.desk.ids[:self.total].copy_(torch.tensor(ids, dtype=torch.int32))
-        self.entries = kvq.make_entries(sessions, append=self.counts, queries=self.counts)
-        self.entries["q_row"] = self.entries["row"]
-        self.pointer, self.n = self.entries.ctypes.data, len(sessions)
-        self.status = self.entries["status"]
-        self.number = 0
+        counts = [b - a for a, b in zip(starts, starts[1:])]
+        super().__init__(worker.queue, counts, starts[-1] <= plugin.NEAR_ROWS)
+        self.worker, self.sessions = worker, sessions
+        desk = worker.desks.of(worker.table, dtype, worker.table.layers if self.near else 1,
+                               self.total, self.total)
+        self.prepare(desk, sessions, counts, counts, torch.tensor(ids, dtype=torch.int32))
 
-    def begin(self):
-        told = self.desk.told()
-        if self.near:
-            check(lib.kvq_local_begin(self.worker.local.pointer, self.pointer, self.n))
-        else:
-            number = c_uint64()
-            check(lib.kvq_step_begin_ids(self.worker.queue.pointer, self.pointer, self.n,
-                                         byref(told), byref(number)))
-            self.number = number.value
-            for work in self.desk.work:
-                work.step = self.number
+    def begin(self, local):
+        super().begin(local)
         self._check()
 
     def attend(self, name, query, key, value, output):
@@ -216,38 +184,25 @@ class Step:
         if layer != self.next:
             raise RuntimeError(f"kvq: layer {layer} ({name}) attends where {self.next} was "
                                "expected")
-        at = layer % desk.kept
-        desk.keys[at][:total].copy_(key[:total])
-        desk.values[at][:total].copy_(value[:total])
+        for kept, given in zip(self.kept(layer), (key, value)):
+            kept.copy_(given[:total])
         desk.queries[:total].copy_(query[:total])
-        if self.near:
-            code = lib.kvq_local_attend(self.worker.local.pointer, desk.pointers[layer],
-                                        self.pointer, self.n)
-        else:
-            code = lib.kvq_append_attend(self.worker.queue.pointer, desk.pointers[layer],
-                                         self.pointer, self.n)
-        if code:
-            check(code)
+        self.ask(layer)
         self._check()
         output[:total].copy_(desk.out[:total])
         self.next += 1
         if self.next == self.worker.table.layers:
-            self._end()
+            self._commit()
 
-    def _end(self):
-        told = self.desk.told()
-        if self.near:
-            check(lib.kvq_local_end(self.worker.local.pointer, byref(_ffi.StepWork(ids=told)),
-                                    self.pointer, self.n))
-        else:
-            check(lib.kvq_step_end(self.worker.queue.pointer, self.number, self.pointer, self.n))
+    def _commit(self):
+        check(self.end())
         self._check()
         for session, new in zip(self.sessions, self.counts):
             session.tokens += new
         self.worker.step, self.worker.made = None, True
 
     def _check(self):
-        if not self.status.any():
+        if not self.failed():
             return
         at = int((self.status != 0).argmax())
         if self.status[at] != kvq.Code.E_NONFINITE:
@@ -256,10 +211,3 @@ class Step:
         raise kvq.Error(kvq.Code.E_NONFINITE, f"{last_text()}. This is request {name}, "
                         f"of a model in {str(self.worker.dtype)[6:]}: where float16 is too small "
                         "for a model's values, start with dtype=\"bfloat16\"", self.entries)
-
-    def abort(self):
-        """Leaves the sessions as they were."""
-        if self.near:
-            lib.kvq_local_abort(self.worker.local.pointer)
-        elif self.number:
-            lib.kvq_step_abort(self.worker.queue.pointer, self.number, None, 0)
