@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import unittest
+import unittest.mock
 
 import e2e_rig
 from e2e_cuda import SOFT_DRIVER, Cuda, CudaTensor
@@ -27,6 +28,7 @@ from python_work import (
     Buffers, Failures, Found, Given, InUse, Interrupts, Queues, Readers, Readings, Tickets)
 
 from kvq import _ffi
+from kvq._ffi import lib
 
 KVQ_H = ""  # the headers that kvq.h consists of, without comments
 for name in sorted(os.listdir(os.path.join(ROOT, "client", "kvq"))):
@@ -625,6 +627,45 @@ class OnGpu(Test):
             self.assertEqual(here.refresh(), 160)
             bucket.close()
             local.close()
+
+    def test_closed_by_another_thread(self):
+        """Not while a call works with it: the library would read what is gone."""
+        place, said = self.client.gpus()[0]["place"], []
+        with self.client.buffer_on(4 << 20) as buffer, self.client.session(
+                Tokens(1, 1).rows[:1], "f16", place=place) as session:
+            tensors = {n: CudaTensor(buffer.address + (i << 18), 1, heads, 128)
+                       for i, (n, heads) in enumerate({"k": 2, "v": 2, "q": 8, "out": 8}.items())}
+
+            def close():
+                try:
+                    buffer.close()
+                except BufferError as error:
+                    said.append(str(error))
+
+            def closing(call):
+                def called(*arguments):
+                    thread = threading.Thread(target=close)
+                    thread.start()
+                    thread.join()
+                    return call(*arguments)
+                return called
+            for name in ("kvq_submit_on_stream", "kvq_local_attend_on_stream"):
+                with unittest.mock.patch.object(lib, name, closing(getattr(lib, name))):
+                    if "local" in name:
+                        with self.queue.local(place, max_tokens=1024) as local:
+                            local.add(session)
+                            bucket = kvq.Bucket(local, session)  # which the local closes
+                            entries = kvq.make_entries([session], append=1, queries=1)
+                            bucket.begin(entries, 0)
+                            bucket.attend(entries, 0, 0, **tensors)
+                    else:
+                        with self.queue.step([session], 1) as step:
+                            step.on_stream("append_attend", 0, 0, **tensors)
+                            step.abort()
+                self.assertIn("1 calls of other threads use this buffer", said.pop(), name)
+            buffer.close()
+            self.assertFalse(buffer.pointer)
+            self.assertEqual(self.client._device_buffers, [])
 
     def test_made_by_the_daemon(self):
         with self.client.buffer_on(4 << 20) as buffer:

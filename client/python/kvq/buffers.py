@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect_right
 from ctypes import byref, c_void_p
 from itertools import accumulate
-from typing import Any, Dict, Iterable, List, Optional, SupportsIndex, Tuple, cast
+from typing import Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,7 @@ class InUse:
     """Around a call that hands buffers to the library: no other thread closes them meanwhile."""
 
     def __init__(self, buffers: Iterable[Any]) -> None:
-        self._buffers = [b for b in dict.fromkeys(buffers) if isinstance(b, Buffer)]
+        self._buffers = [b for b in dict.fromkeys(buffers) if b is not None]
 
     def __enter__(self) -> None:
         with _calls:
@@ -97,6 +97,18 @@ class InUse:
         with _calls:
             for buffer in self._buffers:
                 buffer._callers -= 1
+
+
+def take_pointer(buffer: Any, let_go: Callable[[], None] = lambda: None) -> c_void_p:
+    """That of a buffer that is to be closed, which nobody finds open any more; let_go() may refuse
+    that. BufferError while another thread is in a call with the buffer."""
+    with _calls:
+        if buffer._callers:
+            raise BufferError(f"{buffer._callers} calls of other threads use this buffer of "
+                              f"{buffer.nbytes} bytes; let them end first")
+        let_go()
+        pointer, buffer.pointer = buffer.pointer, c_void_p()
+    return pointer
 
 
 class Buffers(List[Any]):
@@ -293,13 +305,7 @@ class Buffer:
         with self._closing:
             if not self.pointer:  # another thread was first
                 return
-            with _calls:
-                if self._callers:
-                    raise BufferError(f"{self._callers} calls of other threads use this buffer of "
-                                      f"{self.nbytes} bytes; let them end first")
-                if self._daemon_made:
-                    self._let_go()
-                pointer, self.pointer = self.pointer, c_void_p()
+            pointer = take_pointer(self, self._let_go)
             try:
                 lib.kvq_buffer_close(byref(pointer))
             except BaseException:  # an interrupt
@@ -309,7 +315,10 @@ class Buffer:
             self._forget()
 
     def _let_go(self):
-        """The mapping ends with the buffer here: nothing may refer to it any more."""
+        """The mapping of one that the daemon made ends with it: nothing may refer to it any
+        more."""
+        if not self._daemon_made:
+            return
         memory = weakref.ref(self._memory)
         self._memory = None
         if memory() is not None:

@@ -13,7 +13,7 @@ from typing import Optional, SupportsIndex
 import kvq
 
 from ._ffi import Tensor, lib
-from .buffers import dtype_code
+from .buffers import dtype_code, take_pointer
 from .checks import integer, text
 from .hints import CudaTensor, Dtype
 from .views import bounds
@@ -30,6 +30,7 @@ class DeviceBuffer:
         self.pointer = c_void_p()
         self._keep = tensor  # its memory must stay while the daemon has it
         self._closing = threading.Lock()
+        self._callers = 0  # calls that hand its address to the library right now
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError("a tensor to be imported must be contiguous")
         client._gate.run(self._open, gpu, tensor)
@@ -69,20 +70,27 @@ class DeviceBuffer:
 
     def close(self) -> None:
         """Unregisters it; waits until no request in flight uses it and, if the daemon made it, for
-        all work of this process in its CUDA context."""
+        all work of this process in its CUDA context. BufferError while another thread is in a call
+        with it."""
         if not self.pointer:
             return
         if self.client._gate.is_left():
             self._forget()
-        else:
-            self.client._gate.run(self._close)
+            return
+        self.client._gate.run(self._close)
 
     def _close(self):
         with self._closing:
-            if self.pointer:
-                lib.kvq_buffer_close(byref(self.pointer))
-                self.client._device_buffers.remove(self)
-                self._forget()
+            if not self.pointer:  # another thread was first
+                return
+            pointer = take_pointer(self)
+            try:
+                lib.kvq_buffer_close(byref(pointer))
+            except BaseException:  # an interrupt
+                self.pointer = pointer
+                raise
+            self.client._device_buffers.remove(self)
+            self._forget()
 
     def _forget(self):
         self.pointer = c_void_p()

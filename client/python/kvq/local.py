@@ -216,9 +216,11 @@ class Bucket:
 
         fields = device_fields(self.local.client, check_shape, tensors)
         work, self._tensors[layer] = make_work({"layer": layer, **fields})
-        check(lib.kvq_local_attend_on_stream(self.local.pointer, self.pointer, byref(work),
-                                             entries.ctypes.data, len(entries),
-                                             integer("stream", stream, 64)), entries)
+        with InUse(tensor.owner for tensor in self._tensors[layer].values()):
+            code = lib.kvq_local_attend_on_stream(self.local.pointer, self.pointer, byref(work),
+                                                  entries.ctypes.data, len(entries),
+                                                  integer("stream", stream, 64))
+        check(code, entries)
 
     @alone
     def end(self, entries: Entries, stream: SupportsIndex, ids: Optional[Ids] = None) -> None:
