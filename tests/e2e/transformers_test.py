@@ -224,6 +224,13 @@ class Llama(Case):
         with unittest.mock.patch.object(cache.state.rows.client, "buffer", side_effect=MemoryError):
             self.assertRaises(MemoryError, model, ids[:, 3:203], past_key_values=cache)
             self.assertRaises(MemoryError, model, ids[:, 3:103], past_key_values=cache)
+        client = cache.state.rows.client
+        for kind, method in ((kvq.Buffer, "torch"), (kvq.memory.Area, "take")):
+            before = set(client._buffers)
+            with unittest.mock.patch.object(kind, method, side_effect=KeyboardInterrupt):
+                self.assertRaises(KeyboardInterrupt, model, ids[:, 3:103], past_key_values=cache)
+            cache.abort()
+            self.assertLessEqual(set(client._buffers), before)  # none that nobody has
         got = model(ids[:, 3:6], past_key_values=cache).logits
         self.same_logits(self.logits("llama", ids[:, :6])[:, 3:], got)
 

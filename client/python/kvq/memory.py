@@ -14,9 +14,13 @@ class Area:
     """A buffer that is given out front to back, as tensors."""
 
     def __init__(self, client, nbytes):
-        self.buffer = client.buffer(nbytes)
-        self._bytes = self.buffer.torch(nbytes, torch.uint8)
         self._used = 0
+        self.buffer = client.buffer(nbytes)
+        try:
+            self._bytes = self.buffer.torch(nbytes, torch.uint8)
+        except BaseException:
+            self.buffer.close()
+            raise
 
     def take(self, shape, dtype):
         """The next tensor, and where it lies: struct kvq_tensor of [tokens][heads][dim]."""
@@ -50,6 +54,14 @@ class Desk:
         need = 2 * kept * (size * table.kv_heads * rows + 64) \
             + 2 * (size * table.q_heads * asked + 64) + 4 * table.q_heads * asked + 4 * rows + 128
         self.area = Area(client, need)
+        try:
+            self._lay_out(table, kv, qo)
+        except BaseException:  # the client would keep the buffer
+            self.area.close()
+            raise
+
+    def _lay_out(self, table, kv, qo):
+        rows, dtype, kept, asked = self.rows, self.dtype, self.kept, self.asked
         keys = [self.area.take(kv, dtype) for _ in range(kept)]
         values = [self.area.take(kv, dtype) for _ in range(kept)]
         (queries, q), (outputs, out) = (self.area.take(qo, dtype) for _ in range(2))
