@@ -17,10 +17,10 @@ enum { ROW_DIGITS = 4 * KVQ_MAX_HEAD_DIM }; // bytes from row to row
 KVQ__INLINE void open_k(struct kvq__vnni *v, uint32_t index, uint32_t dim)
 {
     const struct kvq_packed *packed = &v->chunk->group[index].packed;
-    const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
     for (uint32_t i = 0; i < dim; i += 32) {
-        kvq__fetch(ahead + 2 * i);
+        kvq__fetch_twice(ahead, 2 * (size_t)i);
         for (uint32_t n = i; n < i + 32; n += 16) {
             _mm512_store_ps(g->scale + n, kvq__load_f16(packed->k_scales + 2 * n));
             _mm512_store_ps(g->middle + n, kvq__load_f16(packed->k_zeros + 2 * n));
@@ -46,7 +46,7 @@ KVQ__INLINE void write_queries(const struct kvq__tile *tile, uint32_t group, uin
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const struct kvq__opened *g = &v->opened[group];
     const float *q = tile->qt + (size_t)first * dim;
-    const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 1, group, dim);
     __m512 top[KVQ__TILE4], bias[KVQ__TILE4];
     for (int n = 0; n < KVQ__TILE4; n++) {
         top[n] = _mm512_set1_ps(1e-30f); // with this floor nothing overflows

@@ -47,7 +47,7 @@ KVQ__INLINE void load_sets(const uint8_t *p, __m512 *out)
 KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, uint32_t dim, struct kvq__v_how how)
 {
     const struct kvq_packed *packed = &v->chunk->group[index].packed;
-    const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
     const __m512 centre = _mm512_set1_ps(kvq__centre_of((uint32_t)how.bits));
     for (uint32_t i = 0; i < scales_of(dim, how); i += KVQ_GROUP_TOKENS) {
@@ -55,7 +55,7 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, uint32_t dim, struc
         load_sets(packed->v_scales + 2 * i, scale);
         if (!how.lloyd) {
             load_sets(packed->v_zeros + 2 * i, zero);
-            kvq__fetch(ahead + 2 * i);
+            kvq__fetch_twice(ahead, 2 * (size_t)i);
         }
         for (int n = 0; n < 2; n++) {
             _mm512_store_ps(g->scale + i + 16 * n, scale[n]);
@@ -116,7 +116,7 @@ KVQ__INLINE void write_weights(const struct kvq__tile *tile, uint32_t group, con
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const float *scale = v->opened[group].scale;
-    const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 1, group, dim);
     for (int i = 0; i < rows; i++) {
         __m512 p[2] = {_mm512_load_ps(v->p[group][i]), _mm512_load_ps(v->p[group][i] + 16)};
         for (uint32_t c = 0; c < scales_of(dim, how); c += 16) {

@@ -38,14 +38,26 @@
 // others of its group, the others' logits are as exact as its own.
 #include "kernels/vnni_avx512.h"
 
-// Records 2 n and 2 n + 1 of the next chunk; where there is none, what was read already.
-static void set_ahead(struct kvq__vnni *v, uint32_t n)
+// Record n of a chunk; where there is none, what was read already.
+static const uint8_t *record_of(const struct kvq__vnni *v, const struct kvq__chunk *chunk,
+                                uint32_t n)
 {
+    uint32_t group = n * KVQ_BLOCK_GROUPS;
+    bool packed = chunk && group < chunk->groups && chunk->group[group].packed_tokens;
+    return packed ? chunk->group[group].packed.group : (const uint8_t *)v->q16;
+}
+
+// Records 2 n and 2 n + 1 of the next chunk. Before its first one this chunk's last was fetched.
+static void set_ahead(const struct kvq__tile *tile, uint32_t n)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
     const struct kvq__chunk *next = v->chunk->next;
+    size_t end = (size_t)KVQ_BLOCK_GROUPS * tile->codec->layout.group_bytes - kvq__lag(tile->dim);
+    const uint8_t *before = n ? record_of(v, next, KVQ__RECORDS_AHEAD * n - 1)
+                              : record_of(v, v->chunk, 2 * KVQ__RECORDS_AHEAD - 1);
     for (uint32_t i = 0; i < KVQ__RECORDS_AHEAD; i++) {
-        uint32_t group = (KVQ__RECORDS_AHEAD * n + i) * KVQ_BLOCK_GROUPS;
-        bool packed = next && group < next->groups && next->group[group].packed_tokens;
-        v->ahead[i] = packed ? next->group[group].packed.group : (const uint8_t *)v->q16;
+        v->behind[i] = before + end;
+        v->ahead[i] = before = record_of(v, next, KVQ__RECORDS_AHEAD * n + i);
     }
 }
 
@@ -63,7 +75,7 @@ static void begin_k(struct kvq__tile *tile, const struct kvq__chunk *chunk)
     struct kvq__vnni *v = kvq__vnni_of(tile);
     v->chunk = chunk;
     v->ahead_of_dots = tile->codec->layout.k_set ? 0 : 4 * KVQ__GROUPS_A_RECORD * tile->dim;
-    set_ahead(v, 0);
+    set_ahead(tile, 0);
     kvq__find_own_k(chunk, v->k_of);
     if (!chunk->fetched)
         fetch_cold(tile, chunk);
@@ -73,7 +85,7 @@ static void begin_v(struct kvq__tile *tile, const struct kvq__chunk *chunk)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     v->chunk = chunk;
-    set_ahead(v, 1);
+    set_ahead(tile, 1);
 }
 
 // Bytes of q * scale have one step for all channels of a row and group, set by the strongest. If

@@ -39,8 +39,9 @@ struct kvq__opened {
 // is set.
 struct kvq__vnni {
     const struct kvq__chunk *chunk;
-    const uint8_t *ahead[2]; // two records of the next chunk, to be fetched in this pass
-    size_t ahead_of_dots;    // bytes of such a record that the steps before the dot products fetch
+    const uint8_t *ahead[2];  // two records of the next chunk, to be fetched in this pass
+    const uint8_t *behind[2]; // the end of what was fetched before each of them
+    size_t ahead_of_dots;     // bytes of such a record that the steps before the dot products fetch
     // The group whose opened K, bytes, units and biases serve this one: the first of its record
     // that is packed, where scales stand before a record's groups, else itself.
     uint8_t k_of[KVQ__CHUNK_GROUPS];
@@ -141,13 +142,6 @@ KVQ__INLINE __m512 kvq__of_digits(const __m512i *d)
     return _mm512_fmadd_ps(x, base, _mm512_cvtepi32_ps(d[0]));
 }
 
-// The planes of one operand of a group, from a slab on.
-struct kvq__planes {
-    const uint8_t *low, *high;
-    const uint8_t *ahead; // what to fetch meanwhile, see kvq__fetch_place
-    uint32_t dim;
-};
-
 // ---- Prefetching ----
 //
 // While K of a chunk is multiplied, the first two of the next chunk's four records are fetched,
@@ -155,7 +149,39 @@ struct kvq__planes {
 // The order is that of memory, which the hardware's prefetching follows, and the lines are asked
 // for one by one wherever time is spent: in the steps that make bytes, `open` and `scale`, and in
 // the dot products, at two places for each 16 channels of K or four tokens of V.
+//
+// Of lines that were asked for once, 1 to 3 of 100 were not there on a Zen 4 (docs/benchmarks.md),
+// and such a line costs the whole way to memory. So each is asked for once more, kvq__lag bytes
+// after the first time, and the last lines of a record with the first ones of the next.
 enum { KVQ__RECORDS_AHEAD = 2, KVQ__GROUPS_A_RECORD = KVQ__CHUNK_GROUPS / KVQ__RECORDS_AHEAD };
+
+// What one stretch of lines is asked for by: the lines themselves, and those to ask for once more.
+struct kvq__ahead {
+    const uint8_t *first, *again;
+};
+
+// 24 lines at head_dim 128. A multiple of what a step or the products fetch for a group.
+KVQ__INLINE size_t kvq__lag(uint32_t dim)
+{
+    return (size_t)12 * dim;
+}
+
+// What to fetch from byte `at` of a group's record on.
+KVQ__INLINE struct kvq__ahead kvq__ahead_at(const struct kvq__vnni *v, uint32_t group, size_t at,
+                                            uint32_t dim)
+{
+    uint32_t i = group / KVQ__GROUPS_A_RECORD;
+    const uint8_t *first = v->ahead[i] + at;
+    if (at < kvq__lag(dim))
+        return (struct kvq__ahead){first, v->behind[i] + at};
+    return (struct kvq__ahead){first, first - kvq__lag(dim)};
+}
+
+KVQ__INLINE void kvq__fetch_twice(struct kvq__ahead ahead, size_t at)
+{
+    kvq__fetch(ahead.first + at);
+    kvq__fetch(ahead.again + at);
+}
 
 // A step that makes bytes fetches a line for each 32 channels; what follows are the lines for each
 // 16 channels in the products, as many as codes have bits. For kvq2 the products alone fetch whole
@@ -169,19 +195,19 @@ KVQ__INLINE size_t kvq__ahead_of_group(const struct kvq__vnni *v, uint32_t group
 }
 
 // The share of one group in step 0 or 1: a line for each 32 channels.
-KVQ__INLINE const uint8_t *kvq__ahead_of_step(const struct kvq__vnni *v, uint32_t step,
-                                              uint32_t group, uint32_t dim)
+KVQ__INLINE struct kvq__ahead kvq__ahead_of_step(const struct kvq__vnni *v, uint32_t step,
+                                                 uint32_t group, uint32_t dim)
 {
     size_t i = step * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
-    return v->ahead[group / KVQ__GROUPS_A_RECORD] + 2 * i * dim;
+    return kvq__ahead_at(v, group, 2 * i * dim, dim);
 }
 
 // The lines of that share that row n of so many rows fetches.
-KVQ__INLINE void kvq__fetch_share(const uint8_t *ahead, uint32_t dim, int n, int rows)
+KVQ__INLINE void kvq__fetch_share(struct kvq__ahead ahead, uint32_t dim, int n, int rows)
 {
     int lines = (int)dim / 32;
     for (int i = n * lines / rows; i < (n + 1) * lines / rows; i++)
-        kvq__fetch(ahead + 64 * i);
+        kvq__fetch_twice(ahead, 64 * (size_t)i);
 }
 
 // The lines that are left, one for each group's norms, at the end of a record; by groups 0 to 3.
@@ -194,29 +220,36 @@ KVQ__INLINE void kvq__fetch_rest(const struct kvq__vnni *v, uint32_t group, uint
         kvq__fetch(v->ahead[i] + rest + 64 * group);
 }
 
+// The planes of one operand of a group, from a slab on.
+struct kvq__planes {
+    const uint8_t *low, *high;
+    struct kvq__ahead ahead; // what to fetch meanwhile, see kvq__fetch_place
+    uint32_t dim;
+};
+
 KVQ__INLINE struct kvq__planes kvq__planes_of(const struct kvq__tile *tile, uint32_t group,
                                               const uint8_t *codes, uint32_t dim, int bits)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
-    const uint8_t *at = v->ahead[group / KVQ__GROUPS_A_RECORD];
     if (group < KVQ_BLOCK_GROUPS)
         kvq__fetch_rest(v, group, dim, bits);
-    return (struct kvq__planes){codes, codes + 8 * dim,
-                                at + kvq__ahead_of_group(v, group, dim, bits), dim};
+    size_t at = kvq__ahead_of_group(v, group, dim, bits);
+    return (struct kvq__planes){codes, codes + 8 * dim, kvq__ahead_at(v, group, at, dim), dim};
 }
 
 KVQ__INLINE void kvq__next_slab(struct kvq__planes *p, int bits)
 {
     p->low += KVQ_GROUP_TOKENS * KVQ__SLAB / 4;
     p->high += KVQ_GROUP_TOKENS * KVQ__SLAB / (bits == 3 ? 8 : 4);
-    p->ahead += 4 * KVQ__SLAB * bits;
+    p->ahead.first += 4 * KVQ__SLAB * bits;
+    p->ahead.again += 4 * KVQ__SLAB * bits;
 }
 
 KVQ__INLINE void kvq__fetch_place(const struct kvq__planes *p, unsigned place, int bits)
 {
     unsigned n = (unsigned)bits;
     for (unsigned i = place * n / 2; i < (place + 1) * n / 2; i++)
-        kvq__fetch(p->ahead + 64 * i);
+        kvq__fetch_twice(p->ahead, 64 * (size_t)i);
 }
 
 // K's high plane of row r of a slab of n rows, as 2-bit fields.

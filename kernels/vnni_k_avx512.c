@@ -18,7 +18,7 @@ KVQ__INLINE void open_k(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
 {
     const struct kvq_packed *packed = &v->chunk->group[index].packed;
     const uint8_t *scales = packed->k_scales, *zeros = packed->k_zeros;
-    const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
     __m512 factor = kvq__open_unit(g, scales, KVQ__INT16_TOP, dim);
     for (uint32_t i = 0; i < dim; i += 32) {
@@ -26,7 +26,7 @@ KVQ__INLINE void open_k(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
         __m512i x = _mm512_shuffle_epi8(kvq__to_int16(a, b, factor, factor), kvq__byte_order());
         _mm512_store_si512(g->scale16 + i, x);
         __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
-        kvq__fetch(ahead + 2 * i);
+        kvq__fetch_twice(ahead, 2 * (size_t)i);
         _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
         _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
     }
@@ -148,7 +148,7 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uin
     const float *q = tile->qt + (size_t)first * dim;
     const int16_t *q16 = v->q16[tile->slot + first];
     uint8_t *bytes = kvq__vnni_bytes(tile, group, first, dim);
-    const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 1, group, dim);
     __m512 bias[KVQ__TILE4];
     for (int n = 0; n < KVQ__TILE4; n++)
         bias[n] = _mm512_setzero_ps();

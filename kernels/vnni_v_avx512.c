@@ -54,7 +54,7 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
 {
     const struct kvq_packed *packed = &v->chunk->group[index].packed;
     const uint8_t *scales = packed->v_scales, *zeros = packed->v_zeros;
-    const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
     kvq__find_largest(scales, dim, g->largest);
     __m512 fa = _mm512_div_ps(_mm512_set1_ps(V16_TOP), _mm512_load_ps(g->largest));
@@ -64,7 +64,7 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
         __m512i x = _mm512_permutexvar_epi16(sets_from_slots(), kvq__to_int16(a, b, fa, fb));
         _mm512_store_si512(g->scale16 + i, x);
         __m512 za = kvq__load_f16(zeros + 2 * i), zb = kvq__load_f16(zeros + 2 * i + 32);
-        kvq__fetch(ahead + 2 * i);
+        kvq__fetch_twice(ahead, 2 * (size_t)i);
         _mm512_store_ps(g->middle + i, _mm512_fmadd_ps(a, centre, za));
         _mm512_store_ps(g->middle + i + 16, _mm512_fmadd_ps(b, centre, zb));
     }
@@ -108,7 +108,7 @@ KVQ__INLINE void scale_weights(const struct kvq__tile *tile, uint32_t group, uin
     const float *largest = v->opened[group].largest;
     __m512 la = _mm512_load_ps(largest), lb = _mm512_load_ps(largest + 16);
     uint8_t *bytes = kvq__vnni_bytes(tile, group, first, dim);
-    const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
+    const struct kvq__ahead ahead = kvq__ahead_of_step(v, 1, group, dim);
     KVQ__UNROLL
     for (int i = 0; i < rows; i++) {
         const float *p = v->p[group][i];

@@ -79,7 +79,7 @@ KVQ__INLINE __m512i kvq__v_part(__m512i low, __m512i high, int s, struct kvq__v_
 // The V planes of one group, from a slab on.
 struct kvq__v_planes {
     const uint8_t *low, *high;
-    const uint8_t *ahead; // what to fetch meanwhile
+    struct kvq__ahead ahead; // what to fetch meanwhile
 };
 
 // Every pass over the groups, one for each 32 channels, fetches the next part of the record.
@@ -94,7 +94,7 @@ KVQ__INLINE struct kvq__v_planes kvq__v_planes_of(const struct kvq__tile *tile, 
     return (struct kvq__v_planes){
         .low = codes + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / 4,
         .high = codes + 8 * dim + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / (how.bits == 3 ? 8 : 4),
-        .ahead = v->ahead[group / KVQ__GROUPS_A_RECORD] + v->ahead_of_dots + line * share,
+        .ahead = kvq__ahead_at(v, group, v->ahead_of_dots + line * share, dim),
     };
 }
 
@@ -104,7 +104,7 @@ KVQ__INLINE void kvq__v_fetch(const struct kvq__v_planes *p, unsigned n, unsigne
 {
     unsigned lines = 2 * kvq__v_lines(how);
     for (unsigned i = n * lines / shares; i < (n + 1) * lines / shares; i++)
-        kvq__fetch(p->ahead + 64 * i);
+        kvq__fetch_twice(p->ahead, 64 * (size_t)i);
 }
 
 // What the codes of one set of four tokens and 16 words stand for: position s of half z of the
