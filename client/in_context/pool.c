@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The daemon's pool of a place in our addresses: extent i lies at pool->at + i * extent_bytes, so
-// that page tables can hold addresses. Addresses are kept for all of it from the start; extents are
-// mapped over them, read-only, as sessions come to use them.
+// The daemon's pool of a place in our addresses: extent number i lies at pool->at + i *
+// extent_bytes, so that page tables can hold addresses. Addresses are kept for all of it from the
+// start; extents are mapped over them, read-only, as sessions come to use them.
 #include "client/in_context/in_context.h"
 
 #include <assert.h>
@@ -13,8 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { HUGE_PAGE = 2 << 20 }; // extents may be made of these
-#define MAX_SPAN (UINT64_C(1) << 46)
+enum { HUGE_PAGE = 2 << 20 };        // extents may be made of these
+#define MAX_SPAN (UINT64_C(3) << 45) // three quarters of what a process has
 
 // ---- Opening ----
 
@@ -196,7 +196,7 @@ void kvq__pools_leave(kvq_client *client)
 
 // ---- Extents ----
 
-// An extent may be longer than one number's worth; then it has the numbers that it covers.
+// An extent may be several times extent_bytes long; then it has the numbers that it covers.
 static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
 {
     struct stat st;
@@ -207,10 +207,13 @@ static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
         return rc;
     if (fstat(fd, &st) < 0)
         return kvq__set_error_errno("an extent: cannot ask for the size of the daemon's memory");
-    if (number >= pool->span / pool->extent_bytes || (uint64_t)st.st_size > pool->span - at)
+    if (number >= pool->span / pool->extent_bytes || (uint64_t)st.st_size > pool->span - at ||
+        (uint64_t)st.st_size % pool->extent_bytes)
         return kvq__set_error(
-            KVQ_E_PROTOCOL, "the daemon gave extent %u of %llu bytes, but its pool has %llu",
-            number, (unsigned long long)st.st_size, (unsigned long long)pool->span);
+            KVQ_E_PROTOCOL,
+            "the daemon gave extent %u of %llu bytes, but its pool has %llu in units of %llu",
+            number, (unsigned long long)st.st_size, (unsigned long long)pool->span,
+            (unsigned long long)pool->extent_bytes);
     size_t bytes = (size_t)st.st_size;
     if (mmap(pool->at + at, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
         return kvq__set_error_errno("an extent: cannot map %zu bytes", bytes);

@@ -517,6 +517,25 @@ static void test_local_nonsense(void **unused)
 #undef NONSENSE
 }
 
+// An extent may have several times the bytes that numbers count, as far as the pool goes.
+static void test_local_extents(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    struct fake_script s = fake_good();
+    s.extents = s.extent_fds = 1;
+    s.extent = 2;
+    s.extent_memory = 6 << 21; // the pool has eight times 2 MiB
+    assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_OK);
+    local_down(&l);
+    s.extent_memory = 7 << 21;
+    expect_nonsense(s, "extent 2 of 14680064 bytes");
+    s.extent_memory = 3 << 20;
+    expect_nonsense(s, "extent 2 of 3145728 bytes");
+    s.extent_memory = 1 << 20;
+    expect_nonsense(s, "extent");
+}
+
 // An append that failed for want of memory at the end of a step is made again by the next end.
 static void test_local_appends_again(void **unused)
 {
@@ -621,6 +640,7 @@ int main(void)
         cmocka_unit_test(test_late_extents),
         cmocka_unit_test(test_local_of_a_moving_session),
         cmocka_unit_test(test_local_nonsense),
+        cmocka_unit_test(test_local_extents),
         cmocka_unit_test(test_local_appends_again),
         cmocka_unit_test(test_merge),
         cmocka_unit_test(test_texts),

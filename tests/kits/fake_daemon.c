@@ -329,11 +329,12 @@ static void answer_map_extents(struct fake_daemon *d, Kvq__Reply *reply)
 {
     Kvq__MapExtentsReply result = KVQ__MAP_EXTENTS_REPLY__INIT;
     uint32_t numbers[KVQ_MAX_PACKET_FDS] = {d->script.extent, 99};
+    uint64_t bytes = d->script.extent_memory ? d->script.extent_memory : d->script.extent_bytes;
     int fds[KVQ_MAX_PACKET_FDS];
     void *map;
     for (uint32_t i = 0; i < d->script.extent_fds; i++) {
-        fds[i] = make_memory(d->script.extent_bytes, true, &map);
-        munmap(map, d->script.extent_bytes);
+        fds[i] = make_memory(bytes, true, &map);
+        munmap(map, bytes);
     }
     result.numbers = numbers;
     result.n_numbers = d->script.extents;

@@ -67,6 +67,7 @@ struct fake_script {
     uint32_t repeat, source, codec; // of the layer's row
     uint32_t extents, extent_fds;   // numbers and descriptors that MapExtents answers
     uint32_t extent;                // the first of these numbers
+    uint64_t extent_memory;         // bytes of an extent; 0: extent_bytes
     uint32_t cpus;                  // shown in the page: enough of them let clients spin
     uint64_t epoch;
 };
