@@ -128,10 +128,11 @@ static_assert(offsetof(struct kvq_timeline_page, done) == 256, "layout");
 static_assert(offsetof(struct kvq_timeline_page, trial) == 384, "layout");
 
 // Page tables of clients that attend in their own context. Addresses are the client's: OpenTable's
-// pool_at says where the client maps the pool, and extent number i of the pool lies i * extent
-// bytes behind that. The daemon writes a table only while it carries out a STEP request of the same
-// client with that session, and the client does not read the table meanwhile. A table on a GPU may
-// have a copy on the host, which the daemon writes when it enqueues the write of the table.
+// pool_at says where the client maps the pool, and extent number i of the pool lies i times
+// OpenPoolReply's extent_bytes behind that. The daemon writes a table only while it carries out a
+// STEP request of the same client with that session, and the client does not read the table
+// meanwhile. A table on a GPU may have a copy on the host, which the daemon writes when it enqueues
+// the write of the table.
 //
 //     struct kvq_table_page
 //     layers x layer_bytes: struct kvq_table_layer, then `pages` x struct kvq_table_entry

@@ -241,7 +241,7 @@ int kvq__open_pool_run(struct kvq__connection *c, char *text)
     if (span.gpu && (error = describe_kernels(c, span.gpu, text)))
         return error;
     c->reply.open_pool->span = span.span;
-    c->reply.open_pool->extent_bytes = span.extent_bytes;
+    c->reply.open_pool->extent_bytes = span.unit;
     return 0;
 }
 

@@ -129,7 +129,8 @@ static void check_huge_pages(struct findings *f, const struct kvq__server *s)
 // Those of full pools: one for each extent.
 static uint64_t extents_of_pools(const struct kvq__server *s)
 {
-    uint64_t bytes = kvq__server_extent(s), n = s->config.pool_bytes / bytes;
+    uint64_t bytes = kvq__server_extent(s);
+    uint64_t n = kvq__host_extents_most(s->config.pool_bytes, bytes);
     for (uint32_t i = 0; i < kvq__gpus_count(s->gpus); i++) {
         const struct kvq__gpu *gpu = kvq__gpus_get(s->gpus, i);
         n += kvq__gpu_exports(gpu) ? kvq__gpu_budget(gpu) / bytes : 0;

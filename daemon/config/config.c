@@ -22,8 +22,8 @@
 static const char *const bool_words[] = {"no", "yes", NULL};
 static const char *const level_words[] = {"error", "warn", "info", "debug", NULL};
 static const char *const huge_words[] = {"auto", "off", "require", NULL};
-// Extents of the host's pool are as small as so many make it up: what an extent has not handed out
-// is taken all the same, and each costs a descriptor and a mapping in each client that attends.
+// A namespace's extents become as large as that so many make up the host's pool: each costs a
+// descriptor and a mapping in each client that attends. They begin small (core/mem/extent.h).
 enum { LEAST_GIVEN = 2 << 20, LEAST_EXTENT = 8 << 20, MOST_EXTENT = 64 << 20 };
 enum { USUAL_EXTENTS = 1024 };
 
@@ -46,8 +46,9 @@ const struct kvq__option kvq__options[] = {
      .help = "host memory for caches; 0: a quarter of the machine's, or of what its control group "
              "allows"},
     {FIELD(extent_bytes), KVQ_OPTION_SIZE, "SIZE", RESTART, .max = 1ull << 30,
-     .help = "unit in which pools hand memory to namespaces, a multiple of 2mb; 0: 64mb with GPUs, "
-             "else 8mb to 64mb by pool_bytes"},
+     .help =
+         "most memory that a pool hands to a namespace at once, a multiple of 2mb; 0: 64mb with "
+         "GPUs, else 8mb to 64mb by pool_bytes"},
     {FIELD(huge_pages), KVQ_OPTION_WORD, "WORD", RESTART, .words = huge_words,
      .help =
          "use reserved huge pages (vm.nr_hugepages), where the kernel gives no transparent ones"},

@@ -99,7 +99,7 @@ struct kvq_config {
     uint64_t runtime_mode;
     char runtime_group[KVQ_CONFIG_PATH]; // "": leave it as it is
     uint64_t pool_bytes;                 // 0: resolved to a quarter of the memory (machine.h)
-    uint64_t extent_bytes;               // 0: kvq__usual_extent, with GPUs 64 MiB
+    uint64_t extent_bytes;               // of the largest; 0: kvq__usual_extent, with GPUs 64 MiB
     uint64_t host_extent_bytes;          // resolved from it, without GPUs,
     uint64_t gpu_extent_bytes;           // and with some: of the host, too
     uint64_t huge_pages;                 // enum kvq__huge_pages

@@ -355,7 +355,7 @@ static void audit_extent(struct kvq__check *c, const struct kvq__core *core,
         HOLDS(c, b->extent == e);
         audit_block(c, b, &cut);
     }
-    HOLDS(c, cut.at == arena->pool->extent_bytes && cut.used == e->used_bytes && cut.used > 0);
+    HOLDS(c, cut.at == e->size->bytes && cut.used == e->used_bytes && cut.used > 0);
     HOLDS(c, cut.unreferenced == count_deferred(c, core, e));
     sum->used += cut.used;
     sum->refs += cut.refs;
@@ -378,45 +378,79 @@ static void audit_arena(struct kvq__check *c, const struct kvq__core *core,
                         const struct kvq__arena *arena, struct cut *sum)
 {
     const struct kvq__extent *e;
+    uint64_t taken[2] = {0};
     sum->free[0] = sum->free[1] = 0;
-    TAILQ_FOREACH (e, &arena->extents, link)
+    TAILQ_FOREACH (e, &arena->extents, link) {
         audit_extent(c, core, arena, e, sum);
-    for (int i = 0; i < 2; i++)
+        taken[e->passing] += e->size->bytes;
+    }
+    for (int i = 0; i < 2; i++) {
         HOLDS(c, sum->free[i] == tree_size(c, RB_ROOT(&arena->free[i])));
+        HOLDS(c, taken[i] == arena->extents_taken[i]);
+    }
 }
 
-// All extents of a pool, and those in huge pages.
-static uint64_t count_extents(struct kvq__check *c, const struct kvq__core *core,
-                              const struct kvq__pool *pool, uint64_t *huge)
+// The extents of a pool: bytes, those in huge pages, and how many of each size.
+struct extents {
+    uint64_t bytes, huge;
+    uint32_t n[KVQ__EXTENT_SIZES];
+};
+
+static void count_extent(struct kvq__check *c, const struct kvq__pool *pool,
+                         const struct kvq__extent *e, struct extents *sum)
+{
+    const struct kvq__extent_size *size = e->size;
+    uint64_t units = size->bytes / kvq__extent_unit(pool), at = (e->number - size->first) / units;
+    HOLDS(c, size >= pool->sizes && size < pool->sizes + pool->n_sizes);
+    HOLDS(c, e->number >= size->first && (e->number - size->first) % units == 0);
+    HOLDS(c, at < size->most && (size->taken[at / 64] >> at % 64 & 1));
+    sum->bytes += size->bytes;
+    sum->huge += e->memory.huge ? size->bytes : 0;
+    sum->n[size - pool->sizes]++;
+}
+
+static struct extents count_extents(struct kvq__check *c, const struct kvq__core *core,
+                                    const struct kvq__pool *pool)
 {
     const struct kvq__namespace *ns;
     const struct kvq__extent *e;
-    uint64_t n = 0;
+    struct extents sum = {0};
     TAILQ_FOREACH (e, &pool->empty, link) {
         HOLDS(c, e->used_bytes == 0 && !e->owner && SLIST_EMPTY(&e->records));
-        n++;
-        *huge += e->memory.huge;
+        count_extent(c, pool, e, &sum);
     }
     TAILQ_FOREACH (ns, &core->namespaces, link)
-        TAILQ_FOREACH (e, &ns->arenas[pool - core->pools].extents, link) {
-            n++;
-            *huge += e->memory.huge;
-        }
-    return n;
+        TAILQ_FOREACH (e, &ns->arenas[pool - core->pools].extents, link)
+            count_extent(c, pool, e, &sum);
+    return sum;
+}
+
+// No two extents have a number: there are as many numbers taken as extents.
+static void audit_sizes(struct kvq__check *c, const struct kvq__pool *pool,
+                        const struct extents *sum)
+{
+    for (uint32_t i = 0; i < pool->n_sizes; i++) {
+        const struct kvq__extent_size *size = &pool->sizes[i];
+        uint32_t taken = 0;
+        for (uint32_t word = 0; 64 * word < size->most; word++)
+            taken += (uint32_t)__builtin_popcountll(size->taken[word]);
+        HOLDS(c, size->n == sum->n[i] && size->n == taken && size->n <= size->most);
+    }
 }
 
 static void audit_pools(struct kvq__check *c, const struct kvq__core *core)
 {
     for (uint32_t i = 0; i < core->n_pools; i++) {
         const struct kvq__pool *pool = &core->pools[i];
-        uint64_t huge = 0, alone = 0, extents = count_extents(c, core, pool, &huge);
+        struct extents extents = count_extents(c, core, pool);
+        uint64_t alone = 0;
         const struct kvq__namespace *ns;
         TAILQ_FOREACH (ns, &core->namespaces, link)
             alone += ns->arenas[i].index_bytes;
         HOLDS(c, alone == pool->index_bytes);
-        HOLDS(c, extents * pool->extent_bytes == pool->extents_taken);
-        HOLDS(c,
-              huge * pool->extent_bytes == pool->huge_bytes && pool->extents_taken <= pool->budget);
+        HOLDS(c, extents.bytes == pool->extents_taken && pool->extents_taken <= pool->budget);
+        HOLDS(c, extents.huge == pool->huge_bytes);
+        audit_sizes(c, pool, &extents);
     }
     audit_givers(c, core);
 }

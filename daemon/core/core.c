@@ -18,7 +18,7 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
-enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 20 << 20 };
+enum { DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 20 << 20 };
 enum { DEFAULT_WORK_STREAM = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
 enum { DEFAULT_RELEASE_WORK = 2048 };
 enum { DEFAULT_SEAL_PAGES = 512 };
@@ -30,7 +30,7 @@ enum { TRIM_AT_ONCE = 128 << 20 }; // bytes that a tick gives back to the system
 
 static int check_config(const struct kvq__core_config *c, char *text)
 {
-    if (c->extent_bytes % MIN_EXTENT)
+    if (c->extent_bytes % KVQ__SMALLEST_EXTENT)
         return kvq__fail(text, KVQ_E_INVALID,
                          "extents of %llu bytes; their size must be a multiple of 2 MiB",
                          (unsigned long long)c->extent_bytes);
@@ -112,20 +112,14 @@ static void open_pools(struct kvq__core *core)
         pool->memory = i ? kvq__gpu_memory(pool->gpu) : c->memory;
         pool->budget = i ? kvq__gpu_budget(pool->gpu) : c->pool_bytes;
         pool->extent_bytes = c->extent_bytes;
-        TAILQ_INIT(&pool->empty);
     }
-}
-
-static size_t numbers_bytes(const struct kvq__pool *pool)
-{
-    return (kvq__pool_extents(pool) + 63) / 64 * sizeof *pool->numbers;
 }
 
 static void close_memory(struct kvq__core *core)
 {
     assert(TAILQ_EMPTY(&core->namespaces) && TAILQ_EMPTY(&core->clients));
     for (uint32_t i = 0; i < core->n_pools; i++)
-        kvq__deallocate(core, core->pools[i].numbers, numbers_bytes(&core->pools[i]));
+        kvq__extents_close(core, &core->pools[i]);
     kvq__lookup_close(core);
     kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
     kvq__deallocate(core, core->pack_errors, KVQ_MAX_PACK_ERRORS * sizeof *core->pack_errors);
@@ -141,8 +135,8 @@ static int open_core_memory(struct kvq__core *core)
     bool enough = core->packer.pages && core->pack_errors && kvq__lookup_open(core) == 0;
     for (uint32_t i = 0; i < core->n_pools && enough; i++) {
         struct kvq__pool *pool = &core->pools[i];
-        pool->numbers = kvq__allocate(core, numbers_bytes(pool));
-        enough = pool->numbers;
+        uint64_t smallest = pool->gpu ? pool->extent_bytes : KVQ__SMALLEST_EXTENT;
+        enough = kvq__extents_open(core, pool, smallest) == 0;
     }
     return enough ? 0 : KVQ_E_NO_MEMORY;
 }

@@ -71,6 +71,9 @@ void kvq__core_drain(struct kvq__core *core);
 // True if no step is open and nothing is in flight.
 bool kvq__core_idle(const struct kvq__core *core);
 
+// The most extents that the host's pool can come to have.
+uint64_t kvq__host_extents_most(uint64_t pool_bytes, uint64_t extent_bytes);
+
 // ---- Clients, queues, buffers ----
 
 // *id is never 0 and never used again.
@@ -299,8 +302,8 @@ uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer
 // when it is empty and nobody who was told of it is left, its memory is given back.
 
 struct kvq__pool_span {
-    uint64_t span, extent_bytes; // extents are numbered from 0 below span / extent_bytes
-    struct kvq__gpu *gpu;        // NULL: the host
+    uint64_t span, unit;  // an extent's number times `unit` is below `span`
+    struct kvq__gpu *gpu; // NULL: the host
 };
 // place as in struct kvq__session_spec, not empty. KVQ_E_INVALID.
 int kvq__pool_span(const struct kvq__core *core, const char *place, struct kvq__pool_span *out,
@@ -430,7 +433,7 @@ int kvq__session_pin(struct kvq__client *client, uint64_t handle, bool stay, cha
 
 struct kvq__status {
     uint64_t pool_bytes, pool_extent_bytes, pool_used_bytes;
-    uint64_t pool_largest_free; // the budget not yet in extents, in whole extents
+    uint64_t pool_largest_free; // the budget that is in no extent or in empty ones
     uint64_t pool_huge_bytes;   // of extents in explicit huge pages
     uint32_t sessions, clients;
     uint64_t tokens;

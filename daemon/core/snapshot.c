@@ -10,13 +10,13 @@
 void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
 {
     const struct kvq__pool *pool = &core->pools[0];
-    uint64_t extents = pool->budget / pool->extent_bytes;
     assert(pool->used_bytes <= pool->extents_taken && pool->extents_taken <= pool->budget);
     *status = (struct kvq__status){
         .pool_bytes = pool->budget,
         .pool_extent_bytes = pool->extents_taken,
         .pool_used_bytes = pool->used_bytes,
-        .pool_largest_free = extents * pool->extent_bytes - pool->extents_taken,
+        .pool_largest_free =
+            pool->budget / kvq__extent_unit(pool) * kvq__extent_unit(pool) - pool->extents_taken,
         .pool_huge_bytes = pool->huge_bytes,
         .sessions = core->n_sessions,
         .clients = core->n_clients,
@@ -25,7 +25,7 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
     };
     const struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
-        status->pool_largest_free += pool->extent_bytes;
+        status->pool_largest_free += e->size->bytes;
     assert(status->pool_largest_free <= pool->budget);
 }
 

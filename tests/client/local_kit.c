@@ -60,7 +60,7 @@ void local_prepare(uint32_t layers, uint32_t kv_heads, uint32_t dim)
     struct kvq_codebook_row rows[LOCAL_LAYERS];
     rig.seed = 1;
     static const char *const flags[] = {
-        "--pool-bytes",   "256mb", "--extent-bytes", "2mb",         "--workers", "1",
+        "--pool-bytes",   "256mb", "--extent-bytes", "8mb",         "--workers", "1",
         "--client-bytes", "256mb", "--codebook-dir", rig.codebooks, NULL};
     daemon_prepare(&rig.daemon);
     rig.daemon.flags = flags;

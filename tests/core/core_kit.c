@@ -173,6 +173,13 @@ void kit_saves(bool saves)
     own_saves = saves;
 }
 
+static uint64_t own_extents = 2 << 20;
+
+void kit_extents(uint64_t bytes)
+{
+    own_extents = bytes;
+}
+
 static struct kit *opened; // last
 
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
@@ -185,7 +192,7 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
     kit->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
     struct kvq__core_config config = {
         .pool_bytes = pool_bytes,
-        .extent_bytes = 2 << 20,
+        .extent_bytes = own_extents,
         .keep_ns = 5000000000u,
         .workers = 2,
         .quota = {.limit = {[KVQ__HOST_BYTES] = limit_bytes, [KVQ__DEVICE_BYTES] = limit_bytes}},

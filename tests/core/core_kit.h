@@ -47,6 +47,9 @@ float kit_float(struct kit *kit); // about -2 .. 2
 void kit_formats(const struct kvq__own_format *formats, uint32_t n);
 // Whether somebody saves and parks sessions of the cores that are opened from now on.
 void kit_saves(bool saves);
+// How large extents of the cores become that are opened from now on; 2 MiB unless told, as the
+// smallest are.
+void kit_extents(uint64_t bytes);
 // The instruction set of cores opened from now on, at most; the best there is unless told.
 void kit_isa(int isa);
 // GPUs of the cores that are opened from now on, and memory that both they and the host can reach.

@@ -674,10 +674,15 @@ static uint64_t run_seed(uint64_t seed, uint32_t events, struct sim *total)
     struct sim *sim = calloc(1, sizeof *sim);
     uint64_t pool = seed % 4 ? (uint64_t)(6 + seed % 19) * 2 * MIB : 96ull * MIB;
     uint64_t limit = seed % 5 == 1 ? 5ull * MIB : 0;
+    bool grows = !sim_gpus() && seed % 3 == 0; // extents of GPUs have the size that these have
     sim_in_steps(seed);
     sim_reserves(seed);
+    kit_extents(grows ? 8 * MIB : 2 * MIB);
     snprintf(kit_context, sizeof kit_context, "(seed %llu)", (unsigned long long)seed);
     kit_open(&sim->kit, seed, pool, limit);
+    // So that larger ones come in pools as small as these.
+    for (uint32_t i = 0; grows && i < 2; i++)
+        sim->kit.core->pools[0].sizes[i].most = 1 + seed / (i ? 9 : 3) % 3;
     sim->kit.table_gone = table_free;
     quota_begin(sim, seed % 3 == 1);
     sim->kit.fail_one_in = seed % 3 == 2 ? 30 : 0;

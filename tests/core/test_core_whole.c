@@ -24,6 +24,7 @@ enum {
     LSE_AT = OUT_AT + 64 * 1024,
     LAYERS = 5,
     PAGES = 16,
+    UNIT = 2 * MIB, // of numbers of extents
 };
 static_assert(TENSOR_BYTES <= Q_AT, "the tensors lie apart");
 static const uint64_t POOL_AT = 0x700000000000; // nothing is there: the test reads by number
@@ -83,7 +84,7 @@ static uint64_t open_raw(struct member *member)
 
 // ---- The client's side ----
 
-// A page table, and where its extents are, as a client has them.
+// A page table, and where the units of its extents are, as a client has them.
 struct mapping {
     struct member *member;
     uint64_t handle;
@@ -101,7 +102,10 @@ static void map_extents(struct mapping *map)
             kvq__extents_tell(map->member->client, map->handle, told, 2, &map->known, &more, text);
         assert_true(n >= 0);
         for (int i = 0; i < n; i++)
-            map->extents[told[i].number] = told[i].memory->base;
+            for (uint64_t at = 0; at < told[i].memory->bytes; at += UNIT) {
+                assert_true(told[i].number + at / UNIT < 256);
+                map->extents[told[i].number + at / UNIT] = told[i].memory->base + at;
+            }
     }
 }
 
@@ -162,11 +166,11 @@ static const struct kvq_table_layer *layer_of(const struct mapping *map, uint32_
 
 static uint8_t *at(const struct mapping *map, uint64_t address)
 {
-    uint64_t offset = address - POOL_AT, extent = 2 * MIB;
+    uint64_t offset = address - POOL_AT;
     if (!address)
         return NULL;
-    assert_true(offset / extent < 256 && map->extents[offset / extent]);
-    return map->extents[offset / extent] + offset % extent;
+    assert_true(offset / UNIT < 256 && map->extents[offset / UNIT]);
+    return map->extents[offset / UNIT] + offset % UNIT;
 }
 
 // As an engine would on its own stream.
@@ -352,6 +356,38 @@ KIT_TEST(test_back_and_forth)
         compare(&map, twin, 2);
         core_check(kit.core);
     }
+    close_map(&map);
+}
+
+static int setup_growing(void **state)
+{
+    kit_extents(4 * MIB);
+    int rc = setup(state);
+    kit_extents(2 * MIB);
+    return rc;
+}
+
+// Extents of several units each have all of their numbers' places.
+TEST_BETWEEN(test_large_extents, setup_growing, kit_teardown)
+{
+    struct mapping map;
+    if (pool()->gpu) // whose extents have one size
+        skip();
+    pool()->sizes[0].most = 1; // so that a larger one comes in a pool as small as this
+    uint64_t one = open_named(&m, "one", 3, 0), twin = open_named(&m, "twin", 3, 0);
+    open_map(&m, one, &map);
+    while (kit_of(&m, one)->tokens + 300 < TOKENS) {
+        assert_int_equal(kit_whole(&m, one, 300, HEADS, DIM), 0);
+        assert_int_equal(kit_step(&m, twin, 300, HEADS, DIM), 0);
+        map_extents(&map);
+        compare(&map, twin, 1);
+    }
+    const struct kvq__extent *e;
+    uint32_t seen[2] = {0};
+    TAILQ_FOREACH (e, &kit_of(&m, one)->ns->arenas[0].extents, link)
+        seen[e->size - pool()->sizes]++;
+    assert_true(seen[0] && seen[1]);
+    core_check(kit.core);
     close_map(&map);
 }
 

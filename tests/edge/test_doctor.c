@@ -56,6 +56,18 @@ PLAIN_TEST(test_pages_that_were_set_aside)
     assert_says(find("pool")->text, "huge pages that were set aside are");
 }
 
+// Full pools need a descriptor for each extent, of which some stay small.
+PLAIN_TEST(test_descriptors)
+{
+    prepare();
+    server.config.pool_bytes = 8ull << 30;
+    server.config.host_extent_bytes = 8 << 20;
+    assert_says(find("descriptors")->text,
+                "full pools need 1408"); // 64 + 2 * 256 + (8192 - 1536) / 8
+    server.config.pool_bytes = 8 << 20;
+    assert_says(find("descriptors")->text, "full pools need 68"); // of 2 MiB each
+}
+
 // Nothing locks memory, so no limit of locked memory keeps caches from being swapped out.
 PLAIN_TEST(test_swap)
 {

@@ -89,10 +89,12 @@ struct kvq__override {
     struct kvq__quota quota;
 };
 
+enum { KVQ__SMALLEST_EXTENT = 2 << 20 }; // of the host, as long as a huge page
+
 struct kvq__core_config {
     uint64_t pool_bytes;   // budget of all extents
-    uint64_t extent_bytes; // multiple of 2 MiB; 0 = 64 MiB. All pools have the same, so that a
-    // session that fits into one place fits into others
+    uint64_t extent_bytes; // of the largest, a multiple of 2 MiB; 0 = 64 MiB. All pools have the
+    // same, so that a block that fits into one place fits into others
     uint32_t release_work; // sheets, blocks and id parts that a turn frees at most; 0 = 2048
     uint32_t seal_pages;   // no new ones, given to an index of prefixes in a turn; 0 = 512
     uint32_t fork_work;    // sheets, id parts and pages that a FORK visits in a turn; 0 = 8192

@@ -8,9 +8,10 @@
 #include <assert.h>
 #include <string.h>
 
+#include "daemon/core/mem/extent.h"
 #include "daemon/core/state.h"
 
-enum { GRAIN = 64, FEWEST_RECORDS = 16, MOST_RECORDS = 1024 };
+enum { FEWEST_RECORDS = 16, MOST_RECORDS = 1024 };
 
 uint32_t kvq__gpu_index(const struct kvq__core *core, const struct kvq__gpu *gpu)
 {
@@ -24,200 +25,6 @@ uint32_t kvq__gpu_index(const struct kvq__core *core, const struct kvq__gpu *gpu
 const char *kvq__pool_name(const struct kvq__pool *pool)
 {
     return pool->gpu ? kvq__gpu_uuid_text(pool->gpu) : "host";
-}
-
-// ---- Extents ----
-
-// Takes the lowest free number, so that the extents that clients map lie close together.
-static uint32_t number_take(struct kvq__pool *pool)
-{
-    uint32_t word = 0;
-    assert(pool->extents_taken / pool->extent_bytes < kvq__pool_extents(pool)); // one is free
-    while (pool->numbers[word] == UINT64_MAX)
-        word++;
-    uint32_t bit = (uint32_t)__builtin_ctzll(~pool->numbers[word]);
-    pool->numbers[word] |= 1ull << bit;
-    assert(64 * word + bit < kvq__pool_extents(pool));
-    return 64 * word + bit;
-}
-
-static void number_give(struct kvq__pool *pool, uint32_t number)
-{
-    assert(number < kvq__pool_extents(pool));
-    assert(pool->numbers[number / 64] >> number % 64 & 1);
-    pool->numbers[number / 64] &= ~(1ull << number % 64);
-}
-
-// Finds an empty extent that this namespace had before. unseen: one that no client may have mapped.
-static struct kvq__extent *find_own_extent(struct kvq__pool *pool, const struct kvq__namespace *ns,
-                                           bool unseen)
-{
-    struct kvq__extent *e;
-    TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->last == ns && !(unseen && e->exported))
-            return e;
-    return NULL;
-}
-
-// Finds an empty extent that another namespace may get: no client may have mapped it.
-static struct kvq__extent *find_unexported(struct kvq__pool *pool)
-{
-    struct kvq__extent *e;
-    TAILQ_FOREACH (e, &pool->empty, link)
-        if (!e->exported)
-            return e;
-    return NULL;
-}
-
-static int memory_get(const struct kvq__pool *pool, bool may_wait, struct kvq__memory *memory)
-{
-    const struct kvq__memory_ops *ops = &pool->memory;
-    if (ops->take && may_wait)
-        return ops->take(ops->context, pool->extent_bytes, memory);
-    return ops->acquire(ops->context, pool->extent_bytes, memory);
-}
-
-static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, bool may_wait,
-                          struct kvq__extent **out)
-{
-    if (pool->extents_taken + pool->extent_bytes > pool->budget)
-        return KVQ_E_NO_MEMORY;
-    struct kvq__extent *e = kvq__allocate(core, sizeof *e);
-    if (!e)
-        return KVQ_E_NO_MEMORY;
-    int rc = memory_get(pool, may_wait, &e->memory);
-    if (rc < 0) {
-        kvq__deallocate(core, e, sizeof *e);
-        return rc;
-    }
-    e->number = number_take(pool);
-    assert(e->memory.bytes >= pool->extent_bytes && (uintptr_t)e->memory.base % GRAIN == 0);
-    pool->extents_taken += pool->extent_bytes;
-    pool->huge_bytes += e->memory.huge ? pool->extent_bytes : 0;
-    TAILQ_INSERT_TAIL(&pool->empty, e, link);
-    *out = e;
-    return 0;
-}
-
-static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e)
-{
-    assert(pool->extents_taken >= pool->extent_bytes);
-    assert(!e->memory.huge || pool->huge_bytes >= pool->extent_bytes);
-    assert(e->used_bytes == 0 && !e->owner && SLIST_EMPTY(&e->records));
-    TAILQ_REMOVE(&pool->empty, e, link);
-    number_give(pool, e->number);
-    pool->huge_bytes -= e->memory.huge ? pool->extent_bytes : 0;
-    pool->memory.release(pool->memory.context, &e->memory);
-    pool->extents_taken -= pool->extent_bytes;
-    kvq__deallocate(core, e, sizeof *e);
-}
-
-// Whether a client that is still attached was told of the extent, and so may have mapped it.
-static bool may_be_mapped(const struct kvq__extent *e, const struct kvq__pool *pool)
-{
-    const struct kvq__export_record *t;
-    if (!e->exported)
-        return false;
-    assert(e->last && e->serial > 0);
-    LIST_FOREACH (t, &e->last->exports, link)
-        if (t->pool == pool && t->mapped >= e->serial)
-            return true;
-    return false;
-}
-
-static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns, uint64_t *left)
-{
-    struct kvq__extent *e = TAILQ_FIRST(&pool->empty), *next;
-    for (; e && *left > 0; e = next) {
-        next = TAILQ_NEXT(e, link);
-        assert(!e->owner && e->empty_since <= core->now);
-        if (core->now - e->empty_since < age_ns || may_be_mapped(e, pool))
-            continue;
-        extent_release(core, pool, e);
-        *left -= *left < pool->extent_bytes ? *left : pool->extent_bytes;
-    }
-}
-
-// Zeroes an empty extent of another namespace. Where zeroing takes long the extent goes back to the
-// system, and a new one is made in its place.
-static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e,
-                     bool may_wait, struct kvq__extent **out)
-{
-    assert(!e->owner && !e->exported && e->used_bytes == 0);
-    if (pool->memory.take) {
-        extent_release(core, pool, e);
-        return extent_acquire(core, pool, may_wait, out);
-    }
-    pool->memory.zero(pool->memory.context, &e->memory);
-    e->last = NULL;
-    *out = e;
-    return 0;
-}
-
-// Gives one extent back whose clients, who were told of it, are all gone. False if there is none.
-static bool release_exported(struct kvq__core *core, struct kvq__pool *pool)
-{
-    struct kvq__extent *e;
-    TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->exported && !may_be_mapped(e, pool)) {
-            extent_release(core, pool, e);
-            return true;
-        }
-    return false;
-}
-
-void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes)
-{
-    for (uint32_t i = 0; i < core->n_pools; i++)
-        trim(core, &core->pools[i], age_ns, &bytes);
-}
-
-// Finds an extent without an owner: one that this namespace had before, a fresh one, or one of
-// another namespace, which is zeroed, or replaced by a fresh one if clients were told of it.
-// unseen: for passing blocks, which go soon; a fresh extent is better then than one that clients
-// may have mapped.
-static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
-                       const struct kvq__namespace *ns, bool unseen, bool may_wait,
-                       struct kvq__extent **out)
-{
-    *out = find_own_extent(pool, ns, unseen);
-    if (*out)
-        return 0;
-    int rc = extent_acquire(core, pool, may_wait, out);
-    if (rc && rc != KVQ_E_BUSY && unseen && (*out = find_own_extent(pool, ns, false)))
-        return 0;
-    struct kvq__extent *unexported = rc && rc != KVQ_E_BUSY ? find_unexported(pool) : NULL;
-    if (unexported)
-        return take_over(core, pool, unexported, may_wait, out);
-    if (rc == KVQ_E_NO_MEMORY && release_exported(core, pool))
-        rc = extent_acquire(core, pool, may_wait, out);
-    return rc;
-}
-
-void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *pool, uint64_t bytes)
-{
-    const struct kvq__extent *e;
-    uint64_t n = (bytes + pool->extent_bytes - 1) / pool->extent_bytes;
-    uint64_t most = (pool->budget - pool->extents_taken) / pool->extent_bytes;
-    assert(pool->memory.want && pool->extents_taken <= pool->budget);
-    TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->last == ns && n > 0) // it has this one already
-            n--;
-    n = n == 0 ? 1 : kvq__min(n, most);
-    pool->memory.want(pool->memory.context, (uint32_t)n);
-}
-
-bool kvq__pools_poll(struct kvq__core *core)
-{
-    bool any = false;
-    for (uint32_t i = 0; i < core->n_pools; i++) {
-        struct kvq__pool *pool = &core->pools[i];
-        uint32_t made = pool->memory.made ? pool->memory.made(pool->memory.context) : pool->made;
-        any |= made != pool->made;
-        pool->made = made;
-    }
-    core->extents_made += any;
-    return any;
 }
 
 // ---- Stretches of extents ----
@@ -236,8 +43,8 @@ RB_GENERATE_STATIC(kvq__block_tree, kvq__block, free_entry, compare_blocks)
 // As many records as the rest of the extent has room for blocks like this one, within bounds.
 static int records_add(struct kvq__core *core, struct kvq__extent *e, uint64_t bytes)
 {
-    uint64_t n = (e->memory.bytes - e->used_bytes) / bytes + 1;
-    assert(bytes > 0 && e->used_bytes <= e->memory.bytes);
+    uint64_t n = (e->size->bytes - e->used_bytes) / bytes + 1;
+    assert(bytes > 0 && e->used_bytes <= e->size->bytes);
     n = kvq__min(kvq__max(n, FEWEST_RECORDS), MOST_RECORDS);
     struct kvq__records *r = kvq__allocate(core, sizeof *r + n * sizeof *r->blocks);
     if (!r)
@@ -361,7 +168,8 @@ static int extent_give(struct kvq__core *core, struct kvq__extent *e, struct kvq
         kvq__extent_show(e);
     e->last = arena->ns;
     struct kvq__block *all = record_take(e);
-    all->bytes = arena->pool->extent_bytes;
+    all->bytes = e->size->bytes;
+    arena->extents_taken[passing] += e->size->bytes;
     TAILQ_INSERT_HEAD(&e->blocks, all, beside);
     set_free(all);
     return 0;
@@ -373,7 +181,9 @@ static void extent_empty(struct kvq__core *core, struct kvq__extent *e)
     struct kvq__records *r;
     struct kvq__block *all = TAILQ_FIRST(&e->blocks);
     assert(e->used_bytes == 0 && !TAILQ_NEXT(all, beside));
-    assert(all->free && all->bytes == arena->pool->extent_bytes);
+    assert(all->free && all->bytes == e->size->bytes);
+    assert(arena->extents_taken[e->passing] >= all->bytes);
+    arena->extents_taken[e->passing] -= all->bytes;
     set_used(all);
     TAILQ_INIT(&e->blocks);
     STAILQ_INIT(&e->spare);
@@ -398,28 +208,20 @@ void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct
 
 // ---- Blocks ----
 
-// What a block is asked for, and by whom (NULL: it does not matter).
-struct wanted {
-    uint64_t bytes;
-    bool passing;
-    struct kvq__grant *grant;
-};
-
 // A free stretch: in extents of the wanted kind, then in a further extent, then in extents of the
 // other kind. Once half of the pool is taken, both kinds come before a further extent.
 static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
-                        const struct wanted *wanted, struct kvq__block **out)
+                        const struct kvq__wanted *wanted, struct kvq__block **out)
 {
     struct kvq__pool *pool = arena->pool;
     struct kvq__extent *e = NULL;
-    bool may_wait = wanted->grant && wanted->grant->may_wait;
-    bool apart = pool->extents_taken + pool->extent_bytes <= pool->budget / 2;
+    bool apart = pool->extents_taken + kvq__extent_unit(pool) <= pool->budget / 2;
     *out = find_stretch(arena, wanted->passing, wanted->bytes);
     if (!*out && !apart)
         *out = find_stretch(arena, !wanted->passing, wanted->bytes);
     if (*out)
         return 0;
-    int rc = extent_find(core, pool, arena->ns, wanted->passing && apart, may_wait, &e);
+    int rc = kvq__extent_find(core, arena, wanted, wanted->passing && apart, &e);
     rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
     if (rc == 0)
         *out = TAILQ_FIRST(&e->blocks);
@@ -429,20 +231,21 @@ static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
 }
 
 static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                      const struct wanted *wanted, struct kvq__ref *ref)
+                      const struct kvq__wanted *wanted, struct kvq__ref *ref)
 {
     struct kvq__arena *arena = &ns->arenas[pool - core->pools];
     uint64_t bytes = wanted->bytes;
     struct kvq__block *b;
     assert((size_t)(pool - core->pools) < core->n_pools && arena->pool == pool);
-    assert(bytes > 0 && bytes % GRAIN == 0 && bytes <= pool->extent_bytes && !ref->block);
+    assert(bytes > 0 && bytes % KVQ__BLOCK_GRAIN == 0 && bytes <= pool->extent_bytes &&
+           !ref->block);
     int rc = stretch_find(core, arena, wanted, &b);
     if (rc < 0)
         return rc;
     rc = stretch_cut(core, b, bytes);
     if (rc < 0)
         return rc;
-    assert(b->refs == 0 && !b->exempt && b->at + bytes <= pool->extent_bytes);
+    assert(b->refs == 0 && !b->exempt && b->at + bytes <= b->extent->size->bytes);
     b->refs = 1;
     b->retired = (struct kvq__retired){0};
     b->saved = b->saved_sinks = 0;
@@ -456,7 +259,8 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
 }
 
 // True if something was freed since the block was refused.
-static bool free_some(struct kvq__core *core, const struct wanted *wanted, struct kvq__shortage *s)
+static bool free_some(struct kvq__core *core, const struct kvq__wanted *wanted,
+                      struct kvq__shortage *s)
 {
     bool spares = wanted->grant && wanted->grant->spares_prefixes;
     return kvq__deferred_free(core, true) ||
@@ -472,7 +276,7 @@ static int note_refused_block(struct kvq__grant *grant, const struct kvq__shorta
 }
 
 static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                     const struct wanted *wanted, struct kvq__ref *ref)
+                     const struct kvq__wanted *wanted, struct kvq__ref *ref)
 {
     enum kvq__limit which = kvq__pool_limit(pool);
     struct kvq__shortage s = {.ns = ns, .pool = pool, .bytes = wanted->bytes};
@@ -487,21 +291,21 @@ static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct k
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__grant *grant, struct kvq__ref *ref)
 {
-    return block_new(core, ns, pool, &(struct wanted){bytes, false, grant}, ref);
+    return block_new(core, ns, pool, &(struct kvq__wanted){bytes, false, grant}, ref);
 }
 
 int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
                            struct kvq__pool *pool, uint64_t bytes, struct kvq__grant *grant,
                            struct kvq__ref *ref)
 {
-    return block_new(core, ns, pool, &(struct wanted){bytes, true, grant}, ref);
+    return block_new(core, ns, pool, &(struct kvq__wanted){bytes, true, grant}, ref);
 }
 
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                        uint64_t bytes, struct kvq__block *old, struct kvq__grant *grant,
                        struct kvq__ref *ref)
 {
-    const struct wanted wanted = {bytes, false, grant};
+    const struct kvq__wanted wanted = {bytes, false, grant};
     const struct kvq__arena *arena = old->extent->owner;
     enum kvq__limit which = kvq__pool_limit(pool);
     assert(old->refs > 0 && !old->free);
@@ -750,7 +554,7 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref, bool gai
 void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t bytes, bool gain)
 {
     struct kvq__extent *e = b->extent;
-    assert(bytes > 0 && bytes % GRAIN == 0 && bytes < b->bytes);
+    assert(bytes > 0 && bytes % KVQ__BLOCK_GRAIN == 0 && bytes < b->bytes);
     if (b->refs > 1 || b->exempt || !is_over(core, core->last_flight) ||
         (STAILQ_EMPTY(&e->spare) && records_add(core, e, bytes) < 0))
         return;

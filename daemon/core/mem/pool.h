@@ -6,11 +6,13 @@
 // An extent belongs to one namespace at a time, and holds blocks of all sizes. A new block is cut
 // from the shortest free stretch of the namespace's extents that is long enough. If there is none,
 // the namespace gets another extent. So a block of n bytes is refused (KVQ_E_NO_MEMORY) only if
-// every free stretch in the namespace's extents is shorter than n, and no extent is left for it.
-// Fragmentation then wastes
+// every free stretch in the namespace's extents is shorter than n, no empty extent that it may have
+// is so long, and what is left of the budget holds none, empty extents that no client may have
+// mapped being given back for it. Fragmentation then wastes
 //
 //     at most n bytes in each extent of the namespace, if it has freed no block yet;
 //     at most n bytes for each extent and each block in use of the namespace, in any case;
+//     what of the budget is too small for an extent that holds n;
 //     and the free bytes in the extents of other namespaces.
 //
 // A passing block is a raw block that is dropped as soon as its tokens are packed; a long step
@@ -23,6 +25,8 @@
 #include <uv/tree.h>
 
 #include "daemon/core/base/base.h"
+
+enum { KVQ__BLOCK_GRAIN = 64 }; // blocks have multiples of it, and begin at such
 
 // Who may still read a block that was given up: flights up to number `at`, and of these only
 // flights that hold or pack the session with the serial number `by` (0: none; KVQ__BY_SEVERAL:
@@ -80,13 +84,24 @@ struct kvq__records {
     struct kvq__block blocks[];
 };
 
+// A size that extents of a pool have, and the numbers of these: see extent.h.
+struct kvq__extent_size {
+    uint64_t bytes;
+    uint32_t first; // the lowest number of an extent of this size; the next one's is as many units
+                    // higher as the extent has
+    uint32_t most, n; // how many there may be, and are
+    uint64_t *taken;  // a bit for each number, set if an extent has it
+};
+enum { KVQ__EXTENT_SIZES = 10, KVQ__SMALL_EXTENTS = 256 };
+
 struct kvq__extent {
     TAILQ_ENTRY(kvq__extent) link; // in its arena's list, or the pool's list of empty ones
     struct kvq__memory memory;
-    uint32_t number;             // in its pool
-    struct kvq__arena *owner;    // NULL while empty
-    struct kvq__namespace *last; // the namespace whose bytes it still holds; NULL = zeroed
-    bool passing;                // it holds passing blocks; see the top of this file
+    struct kvq__extent_size *size; // of the pool's
+    uint32_t number;               // in its pool
+    struct kvq__arena *owner;      // NULL while empty
+    struct kvq__namespace *last;   // the namespace whose bytes it still holds; NULL = zeroed
+    bool passing;                  // it holds passing blocks; see the top of this file
     // Its number among the namespace's extents in this pool that clients may need to map, from 1.
     // 0: no page table has named a block of it.
     uint32_t serial;
@@ -106,6 +121,7 @@ struct kvq__arena {
     struct kvq__namespace *ns;
     struct kvq__pool *pool;
     struct kvq__extent_list extents;
+    uint64_t extents_taken[2];         // [extent.passing]; bytes of these
     struct kvq__block_tree free[2];    // [extent.passing]; the shortest first, then by address
     uint32_t last_serial;              // the last that an extent got
     struct kvq__session_list sessions; // of the namespace, with blocks there: kvq__recent_put
@@ -120,15 +136,18 @@ struct kvq__arena {
 struct kvq__pool {
     struct kvq__gpu *gpu; // NULL: the host's
     struct kvq__memory_ops memory;
-    uint64_t budget, extent_bytes;
-    uint64_t extents_taken; // bytes of extents, the empty ones included
-    uint64_t used_bytes;    // of blocks, deferred frees included
-    uint32_t sessions;      // that are published
-    uint32_t n_ended;       // sum over the arenas of all namespaces
-    uint64_t index_bytes;   // sum over the arenas of all namespaces
-    uint64_t huge_bytes;    // of extents in explicit huge pages
-    uint64_t *numbers;      // a bit for each number, set if an extent has it
-    uint32_t made;          // what memory.made returned last
+    uint64_t budget, extent_bytes; // extent_bytes: of the largest, what a block may have at most
+    uint64_t extents_taken;        // bytes of extents, the empty ones included
+    uint64_t used_bytes;           // of blocks, deferred frees included
+    uint32_t sessions;             // that are published
+    uint32_t n_ended;              // sum over the arenas of all namespaces
+    uint64_t index_bytes;          // sum over the arenas of all namespaces
+    uint64_t huge_bytes;           // of extents in explicit huge pages
+    uint64_t *numbers;             // what sizes[].taken point into
+    uint64_t number_words;         // so long
+    uint32_t made;                 // what memory.made returned last
+    uint32_t n_sizes;
+    struct kvq__extent_size sizes[KVQ__EXTENT_SIZES]; // the smallest first
     struct kvq__extent_list empty;
 };
 
@@ -159,11 +178,19 @@ struct kvq__flight {
 void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct kvq__pool *pool);
 // The number of a GPU among the core's, from 0.
 uint32_t kvq__gpu_index(const struct kvq__core *core, const struct kvq__gpu *gpu);
-const char *kvq__pool_name(const struct kvq__pool *pool);              // "host" or the GPU's UUID
-static inline uint32_t kvq__pool_extents(const struct kvq__pool *pool) // that it may have
+const char *kvq__pool_name(const struct kvq__pool *pool); // "host" or the GPU's UUID
+// Extents of the pool lie in clients' addresses at multiples of this: the smallest one's bytes.
+static inline uint64_t kvq__extent_unit(const struct kvq__pool *pool)
 {
-    return (uint32_t)(pool->budget / pool->extent_bytes);
+    return pool->sizes[0].bytes;
 }
+// The bytes of addresses that a client keeps for the pool.
+uint64_t kvq__extents_span(const struct kvq__pool *pool);
+// Opens a pool whose budget, extent_bytes and memory are set, with extents from so many bytes on. 0
+// or KVQ_E_NO_MEMORY.
+int kvq__extents_open(struct kvq__core *core, struct kvq__pool *pool, uint64_t smallest);
+// After the last extent was given back. Accepts a pool that could not be opened.
+void kvq__extents_close(struct kvq__core *core, struct kvq__pool *pool);
 // The limit of a namespace that counts the blocks of this pool.
 static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
 {

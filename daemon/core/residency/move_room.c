@@ -106,7 +106,7 @@ static int refuse_move_room(const struct kvq__move *move, int rc, char *text)
         return rc;
     return kvq__fail(text, rc,
                      "no room on %s for session \"%s\": it takes %llu bytes, %llu of %llu are "
-                     "free (in extents of %llu, each for one namespace); move "
+                     "free (in extents of up to %llu, each for one namespace); move "
                      "or drop others there, or give it more memory",
                      kvq__pool_name(to), move->ticket.name,
                      (unsigned long long)kvq__move_need(move),

@@ -141,8 +141,7 @@ int kvq__pool_span(const struct kvq__core *core, const char *place, struct kvq__
         const struct kvq__pool *pool = &core->pools[i];
         if (strcmp(place, kvq__pool_name(pool)) != 0)
             continue;
-        *out = (struct kvq__pool_span){kvq__pool_extents(pool) * pool->extent_bytes,
-                                       pool->extent_bytes, pool->gpu};
+        *out = (struct kvq__pool_span){kvq__extents_span(pool), kvq__extent_unit(pool), pool->gpu};
         return 0;
     }
     return kvq__fail(text, KVQ_E_INVALID,

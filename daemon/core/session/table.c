@@ -259,8 +259,8 @@ static uint64_t address(const struct kvq__table *t, const struct kvq__ref *ref)
         return 0;
     const struct kvq__extent *e = ref->block->extent;
     uint64_t at = (uint64_t)(ref->data - e->memory.base);
-    assert(at + ref->block->bytes <= e->owner->pool->extent_bytes);
-    return t->pool_at + (uint64_t)e->number * e->owner->pool->extent_bytes + at;
+    assert(at + ref->block->bytes <= e->size->bytes);
+    return t->pool_at + e->number * kvq__extent_unit(e->owner->pool) + at;
 }
 
 static void hold_page(struct kvq__core *core, struct kvq__ref *mine, const struct kvq__ref *ref,
