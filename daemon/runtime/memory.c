@@ -97,67 +97,39 @@ static void tell_memory_source(struct kvq__memory_source *source)
              (unsigned long long)(counts.total > need ? counts.total : need));
 }
 
-// All pages are taken now: touching one that the system cannot give would end the daemon, and
-// clients that map the extent with it.
-static int acquire_huge(size_t bytes, struct kvq__memory *memory)
+// All pages are taken before anybody uses them: touching one that the system cannot give would end
+// the daemon, and clients that map the extent with it. Where the kernel cannot say, we go on.
+static int back_host(const struct kvq__memory *memory, uint64_t at, uint64_t bytes)
+{
+    assert(at + bytes <= memory->bytes);
+    if (memory->huge)
+        return fallocate(memory->fd, 0, (off_t)at, (off_t)bytes) ? KVQ_E_NO_MEMORY : 0;
+    int failed = posix_fallocate(memory->fd, (off_t)at, (off_t)bytes);
+    return failed == ENOSPC || failed == ENOMEM ? KVQ_E_NO_MEMORY : 0;
+}
+
+// A mapping of explicit huge pages reserves them for itself, so that these cannot run out later.
+static int reserve_huge(size_t bytes, struct kvq__memory *memory)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq__shm shm;
     assert(bytes % KVQ__HUGE_PAGE == 0);
     if (kvq__shm_create_huge(&shm, "kvq-extent", bytes, text) != 0)
         return KVQ_E_NO_MEMORY;
-    if (fallocate(shm.fd, 0, 0, (off_t)bytes) != 0) {
-        kvq__shm_close(&shm);
-        return KVQ_E_NO_MEMORY;
-    }
     *memory = (struct kvq__memory){shm.map, bytes, shm.fd, true, 0};
     return 0;
 }
 
-static int acquire_small(size_t bytes, struct kvq__memory *memory)
+static int reserve_small(size_t bytes, struct kvq__memory *memory)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq__shm shm;
     int error = kvq__shm_create(&shm, "kvq-extent", bytes, true, text);
     if (error)
         return error;
-    // Pages are taken now: later, in the middle of a step, the system might have none left, and
-    // would then end the daemon instead of refusing. Where the kernel cannot say, we go on.
-    int failed = posix_fallocate(shm.fd, 0, (off_t)bytes);
-    if (failed == ENOSPC || failed == ENOMEM) {
-        kvq__shm_close(&shm);
-        return KVQ_E_NO_MEMORY;
-    }
     madvise(shm.map, bytes, MADV_HUGEPAGE); // a wish; refused where the system has it off
     *memory = (struct kvq__memory){shm.map, bytes, shm.fd, false, 0};
     return 0;
-}
-
-static int acquire_host(void *context, size_t bytes, struct kvq__memory *memory)
-{
-    struct kvq__memory_source *source = context;
-    if (kvq__descriptors_free() <= kvq__descriptors_kept()) {
-        kvq__log_client(&source->log_budget, KVQ_LOG_ERROR, "no_descriptors",
-                        "what=extent free=%u limit=%u remedy=\"raise LimitNOFILE=\"",
-                        kvq__descriptors_free(), kvq__descriptors_limit());
-        return KVQ_E_NO_MEMORY;
-    }
-    bool automatic = source->huge == KVQ__HUGE_AUTO && !source->transparent;
-    if (source->huge == KVQ__HUGE_REQUIRE)
-        return acquire_huge(bytes, memory);
-    if (automatic && acquire_huge(bytes, memory) == 0)
-        return 0;
-    if (automatic)
-        tell_memory_source(source);
-    return acquire_small(bytes, memory);
-}
-
-static void zero_host(void *context, struct kvq__memory *memory)
-{
-    assert(memory->fd >= 0 && memory->bytes > 0);
-    (void)context;
-    // Not by a hole: the seal that keeps clients from writing keeps us from that.
-    memset(memory->base, 0, memory->bytes);
 }
 
 static void release_host(void *context, struct kvq__memory *memory)
@@ -168,10 +140,60 @@ static void release_host(void *context, struct kvq__memory *memory)
     kvq__shm_close(&shm);
 }
 
+// All its pages, of an extent that was reserved just now.
+static int with_pages(int rc, struct kvq__memory *memory)
+{
+    if (rc == 0 && (rc = back_host(memory, 0, memory->bytes)) < 0)
+        release_host(NULL, memory);
+    return rc;
+}
+
+static int make_host_extent(struct kvq__memory_source *source, size_t bytes, bool pages,
+                            struct kvq__memory *memory)
+{
+    if (kvq__descriptors_free() <= kvq__descriptors_kept()) {
+        kvq__log_client(&source->log_budget, KVQ_LOG_ERROR, "no_descriptors",
+                        "what=extent free=%u limit=%u remedy=\"raise LimitNOFILE=\"",
+                        kvq__descriptors_free(), kvq__descriptors_limit());
+        return KVQ_E_NO_MEMORY;
+    }
+    if (takes_huge_pages(source)) {
+        int rc = reserve_huge(bytes, memory);
+        rc = pages ? with_pages(rc, memory) : rc;
+        if (rc == 0 || source->huge == KVQ__HUGE_REQUIRE)
+            return rc;
+        tell_memory_source(source);
+    }
+    int rc = reserve_small(bytes, memory);
+    return pages ? with_pages(rc, memory) : rc;
+}
+
+static int acquire_host(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    return make_host_extent(context, bytes, true, memory);
+}
+
+static int reserve_host(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    return make_host_extent(context, bytes, false, memory);
+}
+
+static void zero_host(void *context, struct kvq__memory *memory)
+{
+    assert(memory->fd >= 0 && memory->bytes > 0);
+    (void)context;
+    // Not by a hole: the seal that keeps clients from writing keeps us from that.
+    memset(memory->base, 0, memory->bytes);
+}
+
 struct kvq__memory_ops kvq__memory_ops(struct kvq__memory_source *source)
 {
     // Bookkeeping memory is the core's default: a queue's scratch is large and most of it seldom
     // used, so it must become real page by page only.
-    return (struct kvq__memory_ops){
-        .context = source, .acquire = acquire_host, .zero = zero_host, .release = release_host};
+    return (struct kvq__memory_ops){.context = source,
+                                    .acquire = acquire_host,
+                                    .reserve = reserve_host,
+                                    .back = back_host,
+                                    .zero = zero_host,
+                                    .release = release_host};
 }

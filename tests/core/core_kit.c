@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "daemon/core/check.h"
 #include "daemon/core/session/group.h"
@@ -67,6 +68,33 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
     return 0;
 }
 
+enum { PAGE = 4096 };
+
+// A bare extent: nobody can touch a page that was not taken.
+static int reserve(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    struct kit *kit = context;
+    if (fails(kit))
+        return KVQ_E_NO_MEMORY;
+    void *map = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    MUST(map != MAP_FAILED);
+    *memory = (struct kvq__memory){map, bytes, -1, kit->extents_out % 3 == 1, (uintptr_t)kit};
+    kit->extents_out++;
+    return 0;
+}
+
+static int back(const struct kvq__memory *memory, uint64_t at, uint64_t bytes)
+{
+    struct kit *kit = (struct kit *)(uintptr_t)memory->handle;
+    uint64_t first = at / PAGE * PAGE, end = (at + bytes + PAGE - 1) / PAGE * PAGE;
+    MUST(kit && at + bytes <= memory->bytes);
+    if (kit->no_pages || (bytes == memory->bytes && fails(kit)))
+        return KVQ_E_NO_MEMORY;
+    kit->backed += bytes;
+    MUST(mprotect(memory->base + first, end - first, PROT_READ | PROT_WRITE) == 0);
+    return 0;
+}
+
 static void zero(void *context, struct kvq__memory *memory)
 {
     (void)context;
@@ -77,8 +105,12 @@ static void release(void *context, struct kvq__memory *memory)
 {
     struct kit *kit = context;
     uint8_t *given;
-    memcpy(&given, memory->base - sizeof given, sizeof given);
     kit->extents_out--;
+    if (memory->handle) {
+        MUST(munmap(memory->base, memory->bytes) == 0);
+        return;
+    }
+    memcpy(&given, memory->base - sizeof given, sizeof given);
     free(given);
 }
 
@@ -212,6 +244,8 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .pack_error_ns = 1, // as often as can be
         .memory = {.context = kit,
                    .acquire = acquire,
+                   .reserve = reserve,
+                   .back = back,
                    .zero = zero,
                    .release = release,
                    .allocate = allocate,

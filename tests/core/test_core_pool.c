@@ -494,6 +494,49 @@ PLAIN_TEST(test_a_grant_says_what_was_refused)
     kit_close(&kit);
 }
 
+// Bare extents: who says so takes a block without its pages; for others all of the extent's come.
+PLAIN_TEST(test_bare)
+{
+    start(6, 2);
+    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__grant bare = {.bare = true};
+    struct kvq__ref refs[3] = {0};
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), 4096, &bare, &refs[0]), 0);
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), 8192, &bare, &refs[1]), 0);
+    assert_int_equal(kit.backed, 0);
+    assert_int_equal(pool()->used_bytes, 3 * 4096);
+    assert_int_equal(kvq__block_back(pool(), refs[1].block), 0);
+    assert_int_equal(kit.backed, 8192);
+    memset(refs[1].data, 1, 8192);
+    kit.no_pages = true;
+    assert_int_equal(kvq__block_back(pool(), refs[0].block), KVQ_E_NO_MEMORY);
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), 64, NULL, &refs[2]), KVQ_E_NO_MEMORY);
+    assert_int_equal(pool()->used_bytes, 3 * 4096);
+    kit.no_pages = false;
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), 64, NULL, &refs[2]), 0);
+    assert_int_equal(kit.backed, 8192 + EXTENT);
+    memset(refs[0].data, 1, 4096);
+    memset(refs[2].data, 1, 64);
+    for (int i = 0; i < 3; i++)
+        kvq__block_drop(kit.core, &refs[i], NULL);
+    kit_close(&kit);
+}
+
+// A bare extent that is empty is nothing to be zeroed for another namespace.
+PLAIN_TEST(test_bare_for_another)
+{
+    start(7, 1);
+    struct kvq__namespace *one = namespace_of(1000), *other = namespace_of(1001);
+    struct kvq__grant bare = {.bare = true};
+    struct kvq__ref ref = {0};
+    assert_int_equal(kvq__block_new(kit.core, one, pool(), 4096, &bare, &ref), 0);
+    kvq__block_drop(kit.core, &ref, NULL);
+    assert_int_equal(kvq__block_new(kit.core, other, pool(), EXTENT, NULL, &ref), 0);
+    memset(ref.data, 1, EXTENT);
+    kvq__block_drop(kit.core, &ref, NULL);
+    kit_close(&kit);
+}
+
 int main(void)
 {
     return run_all(NULL, NULL);

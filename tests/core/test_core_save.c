@@ -162,6 +162,82 @@ TEST(test_layers_answer_as_they_come)
     go_on_alike(a, b, 0);
 }
 
+// "it" is stored, and what its session had is with the system again: new extents are needed.
+static const struct vault_session *stored_alone(uint64_t tokens)
+{
+    set_rows("f16");
+    const struct vault_session *from = stored(tokens, 0);
+    kvq__pools_trim(kit.core, 0, UINT64_MAX);
+    assert_int_equal(kit.extents_out, 0);
+    return from;
+}
+
+// All memory is counted when the session is opened. Its pages come with its layers, and those of
+// the rest of an extent when a step wants some of it.
+TEST(test_pages_come_with_layers)
+{
+    struct kvq__restore *r;
+    const struct vault_session *from = stored_alone(1900);
+    const struct kvq__pool *pool = &kit.core->pools[0];
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    assert_int_equal(kit.backed, 0);
+    uint64_t a = open_as("it", 0, 0), blocks = pool->used_bytes, end = 0;
+    assert_true(blocks > pool->extent_bytes); // it has blocks in more than one
+    for (uint32_t i = 0; i < OWNED; i++) {
+        uint64_t before = kit.backed;
+        assert_int_equal(vault_layer(&vault, r, from, i), 0);
+        assert_true(kit.backed > before && kit.backed - before < blocks / 2);
+    }
+    assert_int_equal(kit.backed, blocks);
+    kvq__restore_end(&r, 0);
+    for (end = 1900; kit.backed == blocks; end += 100)
+        feed(a, end);
+    assert_int_equal((kit.backed - blocks) % pool->extent_bytes, 0);
+    go_on_alike(a, fed("", end - 100, 0), 0);
+}
+
+// There are none when a layer's bytes are to come: as if it could not be read.
+TEST(test_no_pages)
+{
+    static uint8_t out[OUT_BYTES];
+    struct kvq__restore *r;
+    const struct vault_session *from = stored_alone(1900);
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    uint64_t a = open_as("it", 0, 0);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    assert_int_equal(attend(a, 0, out), 0);
+    kit.no_pages = true;
+    assert_int_equal(vault_layer(&vault, r, from, 1), KVQ_E_NO_MEMORY);
+    kvq__restore_end(&r, KVQ_E_NO_MEMORY);
+    core_check(kit.core);
+    struct kvq_entry_wire e = {.handle = a, .position = 1900, .queries = QUERIES};
+    struct kvq_request ask = attend_of(0);
+    assert_int_equal(kit_ask(&m, &ask, &e), KVQ_E_NO_MEMORY);
+    kit_tick(&kit, 1);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    kit.no_pages = false;
+    same_bits(restore("it"), fed("", 1900, 0));
+}
+
+// A step wants some of a bare extent, which has no more pages.
+TEST(test_no_pages_for_a_step)
+{
+    uint64_t backed, tokens = 1900;
+    stored_alone(tokens);
+    uint64_t a = restore("it");
+    kit.no_pages = true;
+    backed = kit.backed;
+    int rc = 0;
+    for (; rc == 0 && tokens < ROWS; tokens += rc == 0)
+        rc = kit_step(&m, a, 1, HEADS, DIM);
+    assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    assert_int_equal(kit_of(&m, a)->tokens, tokens);
+    assert_int_equal(kit.backed, backed);
+    core_check(kit.core);
+    kit.no_pages = false;
+    go_on_alike(a, fed("", tokens, 0), 0);
+}
+
 TEST(test_dropped_while_it_loads)
 {
     struct kvq__restore *r;

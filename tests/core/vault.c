@@ -249,7 +249,9 @@ int vault_layer(struct vault *v, struct kvq__restore *restore, const struct vaul
             continue;
         const struct vault_block *b = block_of(v, from->parts[w.part].id);
         void *room = NULL;
-        MUST(b && b->bytes == w.bytes && kvq__restore_rooms(restore, &i, 1, &room) == 1);
+        MUST(b && b->bytes == w.bytes);
+        if (kvq__restore_rooms(restore, &i, 1, &room) == 0)
+            return KVQ_E_NO_MEMORY;
         memcpy(room, b->data, b->bytes);
         int rc = kvq__restore_fill(restore, i);
         if (rc < 0)

@@ -86,6 +86,35 @@ PLAIN_TEST(test_small)
     }
 }
 
+// What is only reserved has no pages; then it has those that were asked for, and in the end all.
+static void check_reserved(const struct kvq__memory_ops *ops, struct kvq__memory *m)
+{
+    struct stat st;
+    const blkcnt_t page = m->huge ? KVQ__HUGE_PAGE : 4096;
+    assert_int_equal(fstat(m->fd, &st), 0);
+    assert_int_equal(st.st_blocks, 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(ops->back(m, (uint64_t)page + 64, 64), 0);
+        assert_int_equal(fstat(m->fd, &st), 0);
+        assert_int_equal(st.st_blocks, page / 512);
+    }
+    assert_int_equal(ops->back(m, (uint64_t)page - 64, 128), 0);
+    assert_int_equal(fstat(m->fd, &st), 0);
+    assert_int_equal(st.st_blocks, 2 * page / 512);
+    assert_int_equal(ops->back(m, 0, m->bytes), 0);
+    check_extent(m);
+}
+
+PLAIN_TEST(test_reserved)
+{
+    struct kvq__memory_source source;
+    struct kvq__memory m;
+    struct kvq__memory_ops ops = ops_of(&source, KVQ__HUGE_OFF, false);
+    assert_int_equal(ops.reserve(ops.context, EXTENT, &m), 0);
+    check_reserved(&ops, &m);
+    ops.release(ops.context, &m);
+}
+
 PLAIN_TEST(test_check)
 {
     struct kvq__memory_source source = {.pool_bytes = 64 * MIB, .huge = KVQ__HUGE_REQUIRE};
@@ -128,7 +157,14 @@ PLAIN_TEST(test_huge)
         check_extent(&m);
         uint64_t available = kvq__huge_counts().available;
         ops.release(ops.context, &m);
-        assert_int_equal(kvq__huge_counts().available, available + EXTENT / KVQ__HUGE_PAGE);
+        available += EXTENT / KVQ__HUGE_PAGE;
+        assert_int_equal(kvq__huge_counts().available, available);
+        // Those that are reserved cannot run out.
+        assert_int_equal(ops.reserve(ops.context, EXTENT, &m), 0);
+        assert_int_equal(kvq__huge_counts().available, available - EXTENT / KVQ__HUGE_PAGE);
+        check_reserved(&ops, &m);
+        ops.release(ops.context, &m);
+        assert_int_equal(kvq__huge_counts().available, available);
         assert_false(source.told);
     }
 }

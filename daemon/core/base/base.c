@@ -48,6 +48,7 @@ static void default_deallocate(void *context, void *memory, size_t bytes)
 void kvq__memory_defaults(struct kvq__memory_ops *memory)
 {
     assert(!memory->allocate == !memory->deallocate);
+    assert(!memory->reserve == !memory->back && !(memory->reserve && memory->take));
     assert(!memory->take == !memory->want && !memory->take == !memory->made);
     if (!memory->allocate) {
         memory->allocate = default_allocate;

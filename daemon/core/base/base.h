@@ -28,11 +28,16 @@ struct kvq__memory {
     uint64_t handle; // the giver's own
 };
 
-// Where memory comes from. Called on the poller thread.
+// Where memory comes from. Called on the poller thread, but for back().
 struct kvq__memory_ops {
     void *context;
     // Zeroed memory for one extent. 0, or KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
     int (*acquire)(void *context, size_t bytes, struct kvq__memory *memory);
+    // Where pages take long to be had. reserve: as acquire, but without pages. back: takes those of
+    // some bytes from `at` on, if they are not there; any thread. 0 or KVQ_E_NO_MEMORY. Both or
+    // none.
+    int (*reserve)(void *context, size_t bytes, struct kvq__memory *memory);
+    int (*back)(const struct kvq__memory *memory, uint64_t at, uint64_t bytes);
     // Zeroes an extent before another namespace gets it. The pages may go back to the system.
     void (*zero)(void *context, struct kvq__memory *memory);
     void (*release)(void *context, struct kvq__memory *memory);

@@ -152,30 +152,22 @@ static struct kvq__extent *find_unexported(struct kvq__pool *pool, uint64_t byte
     return NULL;
 }
 
-static int memory_get(const struct kvq__pool *pool, uint64_t bytes, bool may_wait,
-                      struct kvq__memory *memory)
-{
-    const struct kvq__memory_ops *ops = &pool->memory;
-    if (ops->take && may_wait)
-        return ops->take(ops->context, bytes, memory);
-    return ops->acquire(ops->context, bytes, memory);
-}
-
 static int extent_make(struct kvq__core *core, struct kvq__pool *pool,
-                       struct kvq__extent_size *size, bool may_wait, struct kvq__extent **out)
+                       struct kvq__extent_size *size, const struct kvq__grant *grant,
+                       struct kvq__extent **out)
 {
     if (pool->extents_taken + size->bytes > pool->budget || !has_number(size))
         return KVQ_E_NO_MEMORY;
     struct kvq__extent *e = kvq__allocate(core, sizeof *e);
     if (!e)
         return KVQ_E_NO_MEMORY;
-    int rc = memory_get(pool, size->bytes, may_wait, &e->memory);
+    e->size = size;
+    int rc = kvq__extent_memory(pool, grant, e);
     if (rc < 0) {
         kvq__deallocate(core, e, sizeof *e);
         return rc;
     }
     assert(e->memory.bytes >= size->bytes && (uintptr_t)e->memory.base % KVQ__BLOCK_GRAIN == 0);
-    e->size = size;
     e->number = number_take(pool, size);
     pool->extents_taken += size->bytes;
     pool->huge_bytes += e->memory.huge ? size->bytes : 0;
@@ -189,10 +181,9 @@ static int extent_acquire(struct kvq__core *core, const struct kvq__arena *arena
                           const struct kvq__wanted *wanted, struct kvq__extent **out)
 {
     struct kvq__extent_size *size = next_size(arena, wanted);
-    bool may_wait = wanted->grant && wanted->grant->may_wait;
-    int rc = extent_make(core, arena->pool, size, may_wait, out);
+    int rc = extent_make(core, arena->pool, size, wanted->grant, out);
     while (rc == KVQ_E_NO_MEMORY && size > arena->pool->sizes && size[-1].bytes >= wanted->bytes)
-        rc = extent_make(core, arena->pool, --size, may_wait, out);
+        rc = extent_make(core, arena->pool, --size, wanted->grant, out);
     return rc;
 }
 
@@ -243,15 +234,15 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes)
 
 // ---- Finding one ----
 
-// Zeroes an empty extent of another namespace. Where zeroing takes long the extent goes back to the
-// system, and a new one is made in its place.
+// Zeroes an empty extent of another namespace. Where zeroing takes long, or the extent is bare, the
+// extent goes back to the system, and a new one is made in its place.
 static int take_over(struct kvq__core *core, const struct kvq__arena *arena,
                      const struct kvq__wanted *wanted, struct kvq__extent *e,
                      struct kvq__extent **out)
 {
     struct kvq__pool *pool = arena->pool;
     assert(!e->owner && !e->exported && e->used_bytes == 0);
-    if (pool->memory.take) {
+    if (pool->memory.take || e->bare) {
         extent_release(core, pool, e);
         return extent_acquire(core, arena, wanted, out);
     }

@@ -220,14 +220,15 @@ static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
     if (!*out && !apart)
         *out = find_stretch(arena, !wanted->passing, wanted->bytes);
     if (*out)
-        return 0;
+        return kvq__extent_back(pool, (*out)->extent, wanted->grant);
     int rc = kvq__extent_find(core, arena, wanted, wanted->passing && apart, &e);
+    rc = rc ? rc : kvq__extent_back(pool, e, wanted->grant);
     rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
     if (rc == 0)
         *out = TAILQ_FIRST(&e->blocks);
     else if (rc != KVQ_E_BUSY)
         *out = find_stretch(arena, !wanted->passing, wanted->bytes);
-    return *out ? 0 : rc;
+    return *out ? kvq__extent_back(pool, (*out)->extent, wanted->grant) : rc;
 }
 
 static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,

@@ -102,6 +102,7 @@ struct kvq__extent {
     struct kvq__arena *owner;      // NULL while empty
     struct kvq__namespace *last;   // the namespace whose bytes it still holds; NULL = zeroed
     bool passing;                  // it holds passing blocks; see the top of this file
+    bool bare;                     // not all of its pages have been taken (bare.c)
     // Its number among the namespace's extents in this pool that clients may need to map, from 1.
     // 0: no page table has named a block of it.
     uint32_t serial;
@@ -166,6 +167,7 @@ struct kvq__shortage {
 struct kvq__grant {
     bool may_wait;                // the caller can try again later: KVQ_E_BUSY is an answer
     bool spares_prefixes;         // no block of an index of prefixes gives way for it
+    bool bare;                    // the caller takes the block's pages himself: kvq__block_back
     struct kvq__shortage refused; // the last block that the pool refused the caller; zero at first
 };
 
@@ -206,6 +208,15 @@ int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq
 int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
                            struct kvq__pool *pool, uint64_t bytes, struct kvq__grant *grant,
                            struct kvq__ref *ref);
+// Bare extents (bare.c): memory for a new extent; all pages of one, unless whoever has the grant
+// takes those that he needs. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM, for the former also KVQ_E_BUSY.
+int kvq__extent_memory(const struct kvq__pool *pool, const struct kvq__grant *grant,
+                       struct kvq__extent *extent);
+int kvq__extent_back(const struct kvq__pool *pool, struct kvq__extent *extent,
+                     const struct kvq__grant *grant);
+// The pages of a block that was taken with grant->bare, before anybody writes to it. Any thread,
+// while the block is held. 0 or KVQ_E_NO_MEMORY.
+int kvq__block_back(const struct kvq__pool *pool, const struct kvq__block *block);
 // A page table is about to name the extent's blocks: clients have to know it from now on.
 void kvq__extent_show(struct kvq__extent *extent);
 // Takes a block that is to replace `old`, whose last reference is dropped then. If one limit counts

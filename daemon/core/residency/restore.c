@@ -263,6 +263,7 @@ static int match(void *context, const struct kvq__part_of *p)
         .layer = p->part.layer,
         .kind = p->part.kind,
         .final = p->final,
+        .bare = p->ref.block->extent->bare,
     };
     m->restore->bytes += found->bytes;
     return 0;
@@ -577,7 +578,7 @@ static uint8_t *room_of(struct kvq__restore *r, const struct kvq__arriving *a)
 
 uint32_t kvq__restore_rooms(struct kvq__restore *r, const uint32_t *which, uint32_t n, void **rooms)
 {
-    uint32_t count = r->staging ? place_in_staging(r, which, n) : n;
+    uint32_t count = r->staging ? place_in_staging(r, which, n) : kvq__restore_back(r, which, n);
     for (uint32_t i = 0; i < count; i++)
         rooms[i] = room_of(r, &r->arriving[which[i]]);
     return count;

@@ -7,12 +7,14 @@
 
 // ---- Blocks ----
 
-// Unless it has it since before it waited for room.
-static int reserve_block(struct kvq__restore *r, uint64_t bytes, struct kvq__ref *ref)
+// Unless it has it since before it waited for room. arrives: something is read into it, before
+// anybody else writes to it.
+static int reserve_block(struct kvq__restore *r, uint64_t bytes, bool arrives, struct kvq__ref *ref)
 {
     const struct kvq__session *s = r->session;
     if (bytes == 0 || ref->block)
         return 0;
+    r->grant.bare = arrives;
     int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, &r->grant, ref);
     r->reserved += rc ? 0 : bytes;
     return rc;
@@ -24,21 +26,21 @@ static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t p
     struct kvq__pageref *p = kvq__page(l, page);
     int rc = 0;
     if (page < kvq__packed_pages(s, l, s->tokens))
-        rc = reserve_block(r, kvq__packed_block_bytes(l, page), &p->packed);
+        rc = reserve_block(r, kvq__packed_block_bytes(l, page), kvq__page_part(l->packed, page) > 0,
+                           &p->packed);
     if (rc || page < l->raw_page)
         return rc;
     // A step may append to the session before all of the block has come, and must not have to
     // replace the block then.
-    return reserve_block(r, l->raw_bytes, &p->raw);
+    return reserve_block(r, l->raw_bytes, true, &p->raw);
 }
 
 static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
 {
-    return reserve_block(r, r->session->n_pages ? l->extras_bytes : 0, &l->extras);
+    return reserve_block(r, r->session->n_pages ? l->extras_bytes : 0, true, &l->extras);
 }
 
-// Goes on with a layer until that has needed another extent than these, whose memory takes a while
-// to be had: KVQ__MORE then.
+// Goes on with a layer until that has needed another extent than these: KVQ__MORE then.
 static int reserve_layer(struct kvq__restore *r, struct kvq__layer *l, uint64_t extents)
 {
     const struct kvq__session *s = r->session;
@@ -65,6 +67,17 @@ static int reserve_some(struct kvq__restore *r)
         r->page = 0;
     }
     return 0;
+}
+
+uint32_t kvq__restore_back(const struct kvq__restore *r, const uint32_t *which, uint32_t n)
+{
+    const struct kvq__pool *pool = r->session->pool;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct kvq__arriving *a = &r->arriving[which[i]];
+        if (a->bare && kvq__block_back(pool, a->ref.block) < 0)
+            return i;
+    }
+    return n;
 }
 
 static uint64_t need_of_restored(const struct kvq__session *s)

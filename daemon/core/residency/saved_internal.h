@@ -87,6 +87,7 @@ struct kvq__arriving {
     uint64_t at; // in the staging memory
     uint32_t part, layer, kind;
     bool final;
+    bool bare; // its pages may not have been taken yet
 };
 struct kvq__restore {
     LIST_ENTRY(kvq__restore) link;
@@ -121,6 +122,9 @@ struct kvq__restore {
 // Takes some of its blocks: enum kvq__advance as kvq__restore_reserve, or KVQ_E_NO_MEMORY,
 // KVQ_E_QUOTA or KVQ_E_SYSTEM: then it has none.
 int kvq__restore_take(struct kvq__restore *restore, char *text);
+// As kvq__restore_rooms, on the host: takes the pages of the blocks that these go to. For how many
+// there were some.
+uint32_t kvq__restore_back(const struct kvq__restore *restore, const uint32_t *which, uint32_t n);
 
 // ---- Sessions that begin with a prefix while it is read (restore_follow.c) ----
 //
