@@ -150,9 +150,10 @@ enum { KVQ__DUE_SLOTS = 4096 }; // nine minutes
 // What is stored under a name because a session was parked, and is to go now that it has ended.
 enum kvq__forget_phase {
     KVQ__FORGET_WAITS,
-    KVQ__FORGET_TAKEN, // an order for it is out
-    KVQ__FORGET_LATER, // that has failed: it waits again from `at` on
-    KVQ__FORGET_DONE,  // and is remembered until `at`, see kvq__park_forgotten
+    KVQ__FORGET_TAKEN,   // an order for it is out
+    KVQ__FORGET_IN_LINE, // likewise, but whoever has the order waits for the copy's name
+    KVQ__FORGET_LATER,   // that has failed: it waits again from `at` on
+    KVQ__FORGET_DONE,    // and is remembered until `at`, see kvq__park_forgotten
     KVQ__FORGET_PHASES,
 };
 

@@ -106,7 +106,7 @@ static void forgot(struct kvq__task *t)
 }
 
 // Poller's thread.
-static void forget_later(struct kvq__task *t)
+static void say_in_use(struct kvq__task *t)
 {
     kvq__park_forgot(t->jobs->server->core, t->job, KVQ__FORGET_IN_USE);
 }
@@ -118,14 +118,13 @@ static void look_at_order(struct kvq__task *t)
     t->quiet = !kvq__park_forgotten(t->jobs->server->core, t->job->ns, t->job->name, t->job->stamp);
 }
 
-// Orders that wait for a name would keep all others waiting.
+// An order that waits for a name keeps no other one waiting. There are no more of these than names
+// in use.
 static void forget_parked(struct kvq__task *t)
 {
     char quoted[KVQ_TEXT_BYTES + 16], name[KVQ_NAME_BYTES + 16];
-    if (!kvq__name_is_free(&t->jobs->names, t->ns, t->name)) {
-        kvq__task_at_poller(t, forget_later);
-        return;
-    }
+    if (!kvq__name_is_free(&t->jobs->names, t->ns, t->name))
+        kvq__task_at_poller(t, say_in_use);
     kvq__task_take_name(t, KVQ__HOLD_ALONE);
     kvq__task_at_poller(t, look_at_order);
     if (t->quiet)

@@ -96,11 +96,18 @@ SAVING_TEST(test_not_forgotten)
     away(a);
     drop(a);
     assert_true(kvq__park_next(kit.core, &order));
-    assert_false(kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE));
-    assert_false(kvq__park_next(kit.core, &order)); // not at once again
+    const struct kvq__store_job in_line = order;
+    assert_false(kvq__park_forgot(kit.core, &in_line, KVQ__FORGET_IN_USE));
+    kit_tick(&kit, 100000000000u);
+    assert_false(kvq__park_next(kit.core, &order)); // whoever has it goes on by himself
+    assert_true(kvq__park_forgot(kit.core, &in_line, KVQ__FORGET_FAILED));
     kit_tick(&kit, 100000000000u);
     assert_true(kvq__park_next(kit.core, &order));
-    assert_true(kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED));
+    kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE);
+    kvq__park_forgot(kit.core, &order, KVQ__FORGET_GONE);
+    kit_tick(&kit, 100000000000u);
+    assert_false(kvq__park_next(kit.core, &order));
+    assert_false(is_forgotten("it", order.stamp));
 }
 
 // Of many that end at once a few are deleted at a time, in the order in which they ended.
@@ -124,10 +131,12 @@ SAVING_TEST(test_many_forgotten)
         third = i == 2 ? order : third;
     }
     assert_false(kvq__park_next(kit.core, &order));
-    kvq__park_forgot(kit.core, &third,
-                     KVQ__FORGET_FAILED); // its turn comes again, behind the others
+    kvq__park_forgot(kit.core, &third, KVQ__FORGET_IN_USE); // it keeps no other one waiting
     assert_true(kvq__park_next(kit.core, &order));
     assert_int_equal(order.stamp, stamps[OUT]);
+    assert_false(kvq__park_next(kit.core, &order));
+    // Its turn comes again, behind the others.
+    kvq__park_forgot(kit.core, &third, KVQ__FORGET_FAILED);
     assert_false(kvq__park_next(kit.core, &order));
     for (uint32_t i = 0; i < MANY; i++) {
         snprintf(name, sizeof name, "#%llu", (unsigned long long)ids[i]);
@@ -158,8 +167,10 @@ SAVING_TEST(test_kept_after_all)
         assert_false(kvq__park_forgotten(kit.core, "uid-1001", "it", stamp));
         if (phase != KVQ__FORGET_WAITS)
             assert_true(kvq__park_next(kit.core, &order));
-        if (phase == KVQ__FORGET_LATER)
+        if (phase == KVQ__FORGET_IN_LINE)
             kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE);
+        if (phase == KVQ__FORGET_LATER)
+            kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED);
         if (phase == KVQ__FORGET_DONE)
             kvq__park_forgot(kit.core, &order, KVQ__FORGET_GONE);
         kvq__park_keep(kit.core, "uid-1000", "its");
@@ -168,7 +179,7 @@ SAVING_TEST(test_kept_after_all)
         assert_true(is_forgotten("it", stamp));
         kvq__park_keep(kit.core, "uid-1000", "it");
         assert_false(is_forgotten("it", stamp));
-        if (phase == KVQ__FORGET_TAKEN) // its end comes late
+        if (phase == KVQ__FORGET_TAKEN || phase == KVQ__FORGET_IN_LINE) // its end comes late
             assert_false(kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED));
         kit_tick(&kit, 100000000000u);
         assert_false(kvq__park_next(kit.core, &order));
@@ -195,9 +206,10 @@ SAVING_TEST(test_last_forgets)
             assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
     }
     assert_true(kvq__park_next(kit.core, &order));
-    assert_false(kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE));
+    assert_true(kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED));
     assert_true(kvq__park_next(kit.core, &order));
     assert_string_equal(order.name, "s1");
+    kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE);
     kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED);
     for (uint32_t i = 0; i < MANY / 2; i++) {
         assert_true(kvq__park_last_forget(kit.core, &order));

@@ -170,6 +170,12 @@ class Parks(Stored):
     def stored(self):
         return self.daemon.ctl("storage", "status")["sessions"]
 
+    def wait_nothing_stored(self):
+        end = time.monotonic() + BOUND
+        while self.stored() and time.monotonic() < end:
+            pass
+        self.assertEqual(self.stored(), 0)
+
     def test_engine_is_killed(self):
         """What is stored of an unnamed session goes with the engine that had it."""
         engine = Child("parks", self.daemon.directory, 300)
@@ -177,10 +183,7 @@ class Parks(Stored):
         self.assertEqual(self.stored(), 1)
         engine.kill()
         self.daemon.wait_gone(client)
-        for _ in range(1000):  # asking takes longer than deleting
-            if self.stored() == 0:
-                break
-        self.assertEqual(self.stored(), 0)
+        self.wait_nothing_stored()
         self.assertEqual(self.daemon.status()["sessions"], 0)
 
     @long_emulated
@@ -194,10 +197,7 @@ class Parks(Stored):
             session = self.client.session(tokens.rows, "oscar2", name="it", on_detach="drop")
             self.assertEqual(session.tokens, 0)
             session.close()
-        for _ in range(1000):
-            if self.stored() == 0:
-                break
-        self.assertEqual(self.stored(), 0)
+        self.wait_nothing_stored()
 
     def test_not_deleted(self):
         """The disk fails while what is stored is to go: nobody gets it back, and it goes later."""
@@ -213,10 +213,7 @@ class Parks(Stored):
         self.assertEqual(session.tokens, 0)
         session.close()
         resource.prlimit(process, resource.RLIMIT_FSIZE, before)
-        end = time.monotonic() + BOUND
-        while self.stored() and time.monotonic() < end:
-            pass
-        self.assertEqual(self.stored(), 0)
+        self.wait_nothing_stored()
 
     def test_deleted_before_the_end(self):
         """Parked sessions with names that are to be dropped do not come back with the next

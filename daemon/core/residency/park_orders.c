@@ -106,13 +106,15 @@ bool kvq__park_forgot(struct kvq__core *core, const struct kvq__store_job *order
 {
     assert(order->kind == KVQ__JOB_FORGET);
     struct kvq__forget *f = forget_of(core, order->ns, order->name, order->stamp);
-    if (!f || f->phase != KVQ__FORGET_TAKEN) // nobody wanted it any more
-        return false;
-    const bool gone = outcome == KVQ__FORGET_GONE;
+    if (!f || (f->phase != KVQ__FORGET_TAKEN && f->phase != KVQ__FORGET_IN_LINE))
+        return false; // nobody wanted it any more
+    static const enum kvq__forget_phase then[] = {[KVQ__FORGET_GONE] = KVQ__FORGET_DONE,
+                                                  [KVQ__FORGET_FAILED] = KVQ__FORGET_LATER,
+                                                  [KVQ__FORGET_IN_USE] = KVQ__FORGET_IN_LINE};
     const bool first = outcome == KVQ__FORGET_FAILED && !f->failed;
     f->failed |= first;
-    f->at = core->now + (gone ? FORGOT_NS : AGAIN_NS);
-    set_phase(core, f, gone ? KVQ__FORGET_DONE : KVQ__FORGET_LATER);
+    f->at = core->now + (outcome == KVQ__FORGET_GONE ? FORGOT_NS : AGAIN_NS);
+    set_phase(core, f, then[outcome]);
     if (has_to_go(core))
         kvq__park_want(core);
     return first;

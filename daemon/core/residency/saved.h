@@ -210,9 +210,11 @@ bool kvq__park_next(struct kvq__core *core, struct kvq__store_job *job);
 // How a SAVE has ended; after kvq__save_end. `text` is copied.
 void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text);
 // How a FORGET has ended. GONE: the copy was deleted, and counts as gone for a while longer.
-// FAILED, or not tried since somebody has it IN_USE: the copy counts as gone for as long as it
-// stands, and the order comes again a while later. Returns whether this is the copy's first
-// failure, which the caller logs. Of an order that kvq__park_keep has called off nothing is noted.
+// FAILED: the copy counts as gone for as long as it stands, and the order comes again a while
+// later. Or how it goes: somebody has the name IN_USE, so whoever has the order waits for the name,
+// and then says how it has ended; other orders have their turn meanwhile. Returns whether this is
+// the copy's first failure, which the caller logs. Of an order that kvq__park_keep has called off
+// nothing is noted.
 enum kvq__forget_outcome { KVQ__FORGET_GONE, KVQ__FORGET_FAILED, KVQ__FORGET_IN_USE };
 bool kvq__park_forgot(struct kvq__core *core, const struct kvq__store_job *order,
                       enum kvq__forget_outcome outcome);
