@@ -38,18 +38,27 @@ void order_give(struct order *o)
     attach_in_loop(start_order, o);
 }
 
-static void nothing(struct kvq__server *server)
+static sem_t drained;
+
+static void jobs_drained(struct kvq__server *server)
 {
     (void)server;
+    sem_post(&drained);
 }
 
 static void drain_jobs(struct kvq__server *server, void *context)
 {
     (void)context;
-    kvq__jobs_drain(server->jobs, nothing);
+    kvq__jobs_drain(server->jobs, jobs_drained);
 }
 
 void order_jobs_to_drain(void)
 {
+    sem_init(&drained, 0, 0);
     attach_in_loop(drain_jobs, NULL);
+}
+
+void order_wait_drained(void)
+{
+    sem_wait(&drained);
 }

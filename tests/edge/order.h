@@ -24,5 +24,6 @@ void order_give(struct order *o);
 
 // The jobs end what is under way, save what is to be saved, and take no imports from then on.
 void order_jobs_to_drain(void);
+void order_wait_drained(void); // then: until that is done
 
 #endif
