@@ -733,22 +733,6 @@ static void run_again(uint64_t first, uint64_t count, uint32_t events, const uin
         MUST(run_seed(first + i, events, &total) == traces[i]);
 }
 
-// A simulation in which nothing happened proves nothing.
-// Requests are on streams where one may wait for its client.
-static bool all_happened(const struct sim *total, const struct kit_gpus *gpus)
-{
-    const bool streams = gpus && kvq__gpu_clients_alone(gpus->gpus[0]) > 0;
-    return total->checked && !total->checked_gpu == !gpus && !total->streamed == !streams &&
-           total->committed && total->refused && total->failed_memory && total->deaths &&
-           total->closed && total->forks && total->tables && total->keep.saves &&
-           total->keep.restores && total->counts.parked_idle && total->counts.fetched &&
-           total->lowered && total->above &&
-           (gpus ? total->moved
-                 : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
-                       total->counts.waited_for_room && total->counts.refused_for_room &&
-                       total->counts.fetch_failed);
-}
-
 int main(int argc, char **argv)
 {
     uint64_t first = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
@@ -771,35 +755,6 @@ int main(int argc, char **argv)
     printf("trace of seeds %llu to %llu: %016llx, the same again in %llu\n",
            (unsigned long long)first, (unsigned long long)(first + count - 1),
            (unsigned long long)total.trace, (unsigned long long)again);
-    printf(
-        "%llu seeds: %llu outputs compared, %llu of GPUs, %llu requests on streams, %llu tokens "
-        "committed, %llu refusals "
-        "as predicted, "
-        "%llu times out of memory, %llu clients died, %llu queues closed in the middle of a step, "
-        "%llu forks, %llu steps of two shards "
-        "committed and %llu undone, %llu sessions moved, %llu sessions began with %llu tokens of "
-        "others, %llu prefixes read, %llu page tables compared, %llu sessions saved, %llu "
-        "restored, %llu parked, %llu brought back and %llu not, %llu limits set below what was "
-        "used, "
-        "%llu refusals by limits, %llu requests waited for room and %llu were refused, %llu "
-        "sessions "
-        "demoted and %llu back\n",
-        (unsigned long long)n, (unsigned long long)total.checked,
-        (unsigned long long)total.checked_gpu, (unsigned long long)total.streamed,
-        (unsigned long long)total.committed, (unsigned long long)total.refused,
-        (unsigned long long)total.failed_memory, (unsigned long long)total.deaths,
-        (unsigned long long)total.closed, (unsigned long long)total.forks,
-        (unsigned long long)total.pairs, (unsigned long long)total.undone,
-        (unsigned long long)total.moved, (unsigned long long)total.prefixes,
-        (unsigned long long)total.shared, (unsigned long long)total.keep.read_prefixes,
-        (unsigned long long)total.tables, (unsigned long long)total.keep.saves,
-        (unsigned long long)total.keep.restores,
-        (unsigned long long)(total.counts.parked_room + total.counts.parked_quota +
-                             total.counts.parked_idle + total.counts.parked_asked),
-        (unsigned long long)total.counts.fetched, (unsigned long long)total.counts.fetch_failed,
-        (unsigned long long)total.lowered, (unsigned long long)total.above,
-        (unsigned long long)total.counts.waited_for_room,
-        (unsigned long long)total.counts.refused_for_room, (unsigned long long)total.counts.demoted,
-        (unsigned long long)total.counts.promoted);
-    return !whole || all_happened(&total, gpus) ? 0 : 1;
+    sim_print(&total, n);
+    return !whole || sim_all_happened(&total, gpus) ? 0 : 1;
 }

@@ -218,6 +218,11 @@ void ids_shorten(struct track *t); // the model has
 // What an entry got is what its track says.
 void sim_check_attend(struct sim *sim, struct actor *a, uint32_t i);
 void sim_check_read(struct sim *sim, struct actor *a, uint32_t i);
+// Prints how often what has happened in so many seeds.
+void sim_print(const struct sim *total, uint64_t seeds);
+// A simulation in which nothing happened proves nothing. gpus: those of the machine, or NULL;
+// requests are on streams where one may wait for its client.
+bool sim_all_happened(const struct sim *total, const struct kit_gpus *gpus);
 
 // ---- sim_build.c ----
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The simulation's comparisons: what the core attends to and reads back, and what the model does.
+// The simulation's comparisons: what the core attends to and reads back, and what the model does;
+// and whether all that it is about has happened.
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "tests/core/sim.h"
@@ -65,4 +67,60 @@ void sim_check_read(struct sim *sim, struct actor *a, uint32_t i)
     }
     sim->checked++;
     sim->checked_gpu += p->on_gpu;
+}
+
+void sim_print(const struct sim *t, uint64_t seeds)
+{
+    const uint64_t parked = t->counts.parked_room + t->counts.parked_quota + t->counts.parked_idle +
+                            t->counts.parked_asked;
+    const struct {
+        const char *what;
+        uint64_t n;
+    } rows[] = {
+        {"outputs compared", t->checked},
+        {"of GPUs", t->checked_gpu},
+        {"requests on streams", t->streamed},
+        {"tokens committed", t->committed},
+        {"refusals as predicted", t->refused},
+        {"times out of memory", t->failed_memory},
+        {"clients died", t->deaths},
+        {"queues closed in the middle of a step", t->closed},
+        {"forks", t->forks},
+        {"steps of two shards committed", t->pairs},
+        {"and undone", t->undone},
+        {"sessions moved", t->moved},
+        {"sessions began with others' tokens", t->prefixes},
+        {"such tokens", t->shared},
+        {"prefixes read", t->keep.read_prefixes},
+        {"page tables compared", t->tables},
+        {"sessions saved", t->keep.saves},
+        {"restored", t->keep.restores},
+        {"parked", parked},
+        {"brought back", t->counts.fetched},
+        {"not brought back", t->counts.fetch_failed},
+        {"limits set below what was used", t->lowered},
+        {"refusals by limits", t->above},
+        {"requests waited for room", t->counts.waited_for_room},
+        {"refused for room", t->counts.refused_for_room},
+        {"sessions demoted", t->counts.demoted},
+        {"and back", t->counts.promoted},
+    };
+    printf("%llu seeds", (unsigned long long)seeds);
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        printf(", %llu %s", (unsigned long long)rows[i].n, rows[i].what);
+    printf("\n");
+}
+
+bool sim_all_happened(const struct sim *total, const struct kit_gpus *gpus)
+{
+    const bool streams = gpus && kvq__gpu_clients_alone(gpus->gpus[0]) > 0;
+    return total->checked && !total->checked_gpu == !gpus && !total->streamed == !streams &&
+           total->committed && total->refused && total->failed_memory && total->deaths &&
+           total->closed && total->forks && total->tables && total->keep.saves &&
+           total->keep.restores && total->counts.parked_idle && total->counts.fetched &&
+           total->lowered && total->above &&
+           (gpus ? total->moved
+                 : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
+                       total->counts.waited_for_room && total->counts.refused_for_room &&
+                       total->counts.fetch_failed);
 }
