@@ -192,8 +192,8 @@ enum kvq_op {
     KVQ_OP_APPEND_ATTEND = 4,
     KVQ_OP_STEP_END = 5,   // commit; entries optional (none = every session of the step)
     KVQ_OP_STEP_ABORT = 6, // likewise
-    KVQ_OP_TRUNCATE = 7,   // position: token count now; value: token count wanted
-    KVQ_OP_FORK = 8,       // position: where to fork; the completion's value is the new handle
+    KVQ_OP_TRUNCATE = 7,   // position: token count now; list_token: tokens to drop from the end
+    KVQ_OP_FORK = 8,       // position: where to fork; the result's value is the new handle
     KVQ_OP_ACCEPT = 9,     // of the last `append` tokens keep those at the listed indices
     KVQ_OP_READ = 10,      // K and V of tokens [position, position + append) of one layer
     KVQ_OP_STEP = 11,      // a whole step: begin, append of all layers, commit; packs what is due
