@@ -9,9 +9,10 @@
 #include <string.h>
 
 #include "daemon/config/internal.h"
+#include "proto/format_hint.h"
 #include "proto/status.h"
 
-enum { KEYS = KVQ_CONFIG_FORMAT_LAYERS + 1, WHY = 320 };
+enum { KEYS = KVQ_CONFIG_FORMAT_LAYERS + 1, WHY = 320, HINT = 96 };
 
 static const char *const keys[KEYS] = {"base", "k", "v", "layers"};
 static const char nowhere[] = "";
@@ -88,18 +89,10 @@ static struct kvq_config_format *find_or_make(struct kvq_config *config, const c
 
 // ---- Rows by name ----
 
-static size_t known_formats(char *out, size_t room)
-{
-    size_t used = 0;
-    for (const struct kvq_format *f = kvq_formats; f->name[0] && used < room; f++)
-        used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", f->name);
-    return used;
-}
-
 // "FORMAT" or "FORMAT@CODEBOOK": the row, under its whole name.
 static int parse_row(const char *key, const char *name, struct kvq_format *row, char *text)
 {
-    char format[KVQ_FORMAT_NAME], why[WHY], known[KVQ_TEXT_BYTES];
+    char format[KVQ_FORMAT_NAME], why[WHY], hint[HINT];
     size_t n = strcspn(name, "@");
     if (strlen(name) >= sizeof format)
         return kvq__config_refuse(text, nowhere, "%s: \"%.70s..\" is longer than %d characters",
@@ -113,10 +106,8 @@ static int parse_row(const char *key, const char *name, struct kvq_format *row, 
         return kvq__config_refuse(text, nowhere, "%s: format %s has no use for a codebook", key,
                                   format);
     }
-    known_formats(known, sizeof known);
-    if (strstr(why, "is unknown"))
-        return kvq__config_refuse(text, nowhere, "%s: %s; known are %s", key, why, known);
-    return kvq__config_refuse(text, nowhere, "%s: %s", key, why);
+    kvq_format_hint(format, NULL, 0, hint, sizeof hint);
+    return kvq__config_refuse(text, nowhere, "%s: %s%s", key, why, hint);
 }
 
 // ---- layers = 0-1:k8v4, 2-31:oscar2 ----

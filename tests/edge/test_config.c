@@ -435,7 +435,7 @@ PLAIN_TEST(test_wrong_formats)
         {"[format a@b]\nbase = kivi2\n", "a name is 1 to 40 letters"},
         {"[format -a]\nbase = kivi2\n", "begins with a letter or digit"},
         {"[format ]\nbase = kivi2\n", "a name is 1 to 40 letters"},
-        {"[format a]\nbase = oscar9\n", "f:2: base: format oscar9 is unknown; known are f16,"},
+        {"[format a]\nbase = oscar9\n", "format oscar9 is unknown; did you mean 'oscar2'?"},
         {"[format a]\nbase = oscar2-o3\n", "f:2: base: format oscar2-o3: suffix -o3 does not"},
         {"[format a]\nbase = oscar2\nbase = oscar2\n", "f:3: base is set twice"},
         {"[format a]\nbase = oscar2@book\n", "f:2: base: format oscar2 has no use for a codeb"},

@@ -427,6 +427,7 @@ static void test_usage(void **state)
     snprintf(line, sizeof line, "%s zzzzzz", shape);
     assert_int_equal(run(f, line, out, sizeof out), 2);
     assert_null(strstr(out, "did you mean"));
+    assert_non_null(strstr(out, "zzzzzz is unknown; try kvq2, oscar3, kivi4, oscar4\n"));
 }
 
 // What no message may hold is told at once, whether a daemon is there or not, and by each command.

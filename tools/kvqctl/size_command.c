@@ -6,8 +6,8 @@
 #include <string.h>
 
 #include "kernels/sizes.h"
+#include "proto/format_hint.h"
 #include "proto/json.h"
-#include "proto/nearest.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
 
@@ -68,24 +68,11 @@ static int check_books(const char *name, const struct kvq_format *format, char *
     return -1;
 }
 
-// NULL: none is near.
-static const char *nearest_format(const char *name)
-{
-    const char *best = NULL;
-    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
-        if (kvq_word_resembles(name, f->name) &&
-            (!best || kvq_word_distance(name, f->name) < kvq_word_distance(name, best)))
-            best = f->name;
-    return best;
-}
-
 // The one that was meant may also be of a daemon's configuration.
 static void add_known_formats(const char *name, char *why, size_t n)
 {
     size_t used = strlen(why);
-    const char *meant = nearest_format(name);
-    if (meant)
-        snprintf(why + used, n - used, "; did you mean '%s'?", meant);
+    kvq_format_hint(name, NULL, 0, why + used, n - used);
     used = strlen(why);
     snprintf(why + used, n - used,
              "\nkvqctl format list shows the formats. size asks no daemon: for a format of the "

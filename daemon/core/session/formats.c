@@ -8,23 +8,22 @@
 #include <string.h>
 
 #include "daemon/core/state.h"
+#include "kernels/choice.h"
+#include "proto/format_hint.h"
 
 // ---- Names ----
 
-void kvq__formats_known(const struct kvq__core *core, char *out, size_t room)
+void kvq__formats_hint(const struct kvq__core *core, const char *name, char *out, size_t room)
 {
-    static const char more[] = ", ..";
-    size_t used = 0;
-    uint32_t own = core->config.n_formats;
+    const char *own[KVQ_MAX_OWN_FORMATS];
+    assert(core->config.n_formats <= KVQ_MAX_OWN_FORMATS);
+    for (uint32_t i = 0; i < core->config.n_formats; i++)
+        own[i] = core->config.formats[i].name;
     out[0] = '\0';
-    for (uint32_t i = 0; i < own || kvq_formats[i - own].name[0]; i++) {
-        const char *name = i < own ? core->config.formats[i].name : kvq_formats[i - own].name;
-        if (used + strlen(name) + 2 + sizeof more > room) {
-            snprintf(out + used, room - used, "%s", more);
-            return;
-        }
-        used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", name);
-    }
+    if (name)
+        kvq_format_hint(name, own, core->config.n_formats, out, room);
+    else
+        kvq_format_choices(own, core->config.n_formats, out, room);
 }
 
 const struct kvq__own_format *kvq__own_format(const struct kvq__core *core, const char *name)

@@ -23,8 +23,8 @@ const struct kvq_format *kvq__format_configured(const struct kvq__core *core, co
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
 size_t kvq__formats_bytes(const struct kvq__session *session);
 void kvq__formats_free(struct kvq__session *session);
-// What formats there are, for a refusal, with ".." if not all of them fit.
-void kvq__formats_known(const struct kvq__core *core, char *out, size_t room);
+// As kvq_format_hint, with the names of the configuration; without a name as kvq_format_choices.
+void kvq__formats_hint(const struct kvq__core *core, const char *name, char *out, size_t room);
 // As layer_formats of struct kvq__session_info.
 void kvq__formats_text(const struct kvq__session *session, char *out, size_t room);
 

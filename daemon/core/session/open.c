@@ -122,13 +122,15 @@ static int count_layers(const struct kvq__session_spec *spec, uint32_t *total, c
     return 0;
 }
 
-static int refuse_format(const struct kvq__core *core, uint32_t layer, const char *why, int rc,
-                         char *text)
+// name: the unknown one; NULL: none was given.
+static int refuse_format(const struct kvq__core *core, uint32_t layer, const char *name,
+                         const char *why, int rc, char *text)
 {
-    int used = snprintf(text, KVQ_TEXT_BYTES, "layer %u: %.320s; known are ", layer, why);
-    assert(used > 0 && used < KVQ_TEXT_BYTES);
-    kvq__formats_known(core, text + used, KVQ_TEXT_BYTES - (size_t)used);
-    return rc;
+    char hint[KVQ_TEXT_BYTES / 3];
+    kvq__formats_hint(core, name, hint, sizeof hint);
+    const char *between = !*hint ? "" : hint[strlen(hint) - 1] == '?' ? " " : "; ";
+    return kvq__fail(text, rc, "layer %u: %.280s%s%s%s", layer, why, hint, between,
+                     *hint ? "kvqctl format list shows all" : "");
 }
 
 // A row that was saved with a session, which keeps its stages whatever the table has under that
@@ -151,17 +153,18 @@ static int take_exact(const struct kvq__core *core, const struct kvq_format *exa
 static int find_format(struct kvq__session *s, const struct kvq__session_spec *spec,
                        const struct kvq__layer_row *row, uint32_t layer, char *text)
 {
-    char why[KVQ_TEXT_BYTES / 2] = "it has no format; give it one";
+    char why[KVQ_TEXT_BYTES / 2];
     struct kvq_format found;
     const char *name = is_empty_text(row->format) ? spec->format : row->format;
     // Layers that read another's cache have its format.
     uint32_t own = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
     if (is_empty_text(name))
-        return refuse_format(s->core, layer, why, KVQ_E_FORMAT, text);
+        return refuse_format(s->core, layer, NULL, "it has no format; give it one of ",
+                             KVQ_E_FORMAT, text);
     int rc = row->exact ? take_exact(s->core, row->exact, &found, why, sizeof why)
                         : kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
     if (rc < 0)
-        return refuse_format(s->core, layer, why, rc, text);
+        return refuse_format(s->core, layer, row->exact ? row->exact->name : name, why, rc, text);
     s->layers[layer].format = kvq__format_keep(s, &found, &rc);
     if (!s->layers[layer].format)
         return kvq__ns_refused(s->ns, rc, "the formats of a session", text);
