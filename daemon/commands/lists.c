@@ -7,6 +7,9 @@
 
 #include <assert.h>
 #include <stdio.h>
+#include <string.h>
+
+#include "kernels/choice.h"
 
 enum {
     PIECE = 64,         // elements that the core is asked for at a time
@@ -182,6 +185,12 @@ static Kvq__Format *format_message(struct kvq_arena *arena, const struct kvq__fo
     f->recent_tokens = info->row->recent_tokens;
     f->sink_tokens = info->row->sink_tokens;
     f->source = kvq_arena_text(arena, info->row->source);
+    f->recommended = !info->own && kvq_format_is_recommended(info->row);
+    f->fast = kvq_has_fast_path(info->row);
+    f->gpu_loop = kvq_has_gpu_loop(info->row);
+    f->shares_prefix = kvq_shares_prefixes(info->row);
+    bool book = kvq_has_centroids(info->row) && !strchr(info->row->name, '@');
+    f->needs = kvq_arena_text(arena, book ? "codebook" : "");
     return f;
 }
 

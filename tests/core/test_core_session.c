@@ -566,9 +566,13 @@ KIT_TEST(test_list_of_formats)
     assert_int_equal(list[1].last, 4);
     assert_true(list[2].own && list[2].others && list[2].last == UINT32_MAX);
     assert_string_equal(list[3].name, "part");
-    assert_string_equal(list[4].name, "f16");
+    assert_string_equal(list[4].name, "kvq2"); // the recommended ones come first
     assert_false(list[4].own);
-    assert_string_equal(list[n - 1].name, "kvq2");
+    assert_string_equal(list[8].name, "f16");
+    assert_string_equal(list[n - 1].name, "k8v4");
+    for (uint32_t i = 4; i < n; i++) // each once
+        for (uint32_t j = 4; j < i; j++)
+            assert_string_not_equal(list[i].name, list[j].name);
     assert_int_equal(kvq__core_formats(kit.core, list, 1), n);
 }
 

@@ -53,6 +53,15 @@ class OwnFormats(unittest.TestCase):
                               ("mymix", "2", "k8v4"), ("mymix", "others", "mymix")])
             self.assertEqual(listed[3]["source"], "oscar2-g64+innerq-hybrid:sink=64")
             self.assertEqual(listed[3]["sink_tokens"], 64)
+            told = {f["name"]: f for f in daemon.ctl("format", "list") if not f["own"]}
+            self.assertEqual(list(told)[:4], ["kvq2", "oscar3", "kivi4", "oscar4"])
+            self.assertEqual([name for name, f in told.items() if f["recommended"]],
+                             list(told)[:4])
+            traits = ("fast", "gpu_loop", "shares_prefix", "needs")
+            for name, values in (("kvq2", [True, True, True, ""]),
+                                 ("ott2", [False, True, False, ""]),
+                                 ("vecinfer-4", [False, False, True, "codebook"])):
+                self.assertEqual([told[name][trait] for trait in traits], values, name)
 
     def test_a_wrong_file_is_refused_before_anything_starts(self):
         path = self.config("[format a]\nbase = oscar2\n\nk_rotation = odd\n")

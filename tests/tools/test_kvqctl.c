@@ -159,6 +159,8 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     format.source = "a paper";
     format.own = true;
     format.bits_per_value = 3.0625;
+    format.recommended = true;
+    format.fast = true;
     formats.formats = all_formats;
     formats.n_formats = 1;
     if (daemon->manner == ESCAPES)
@@ -545,7 +547,13 @@ static void test_formats(void **state)
     struct fixture *f = *state;
     char out[8192];
     assert_int_equal(run_with(f, ANSWER, 0, "", "format list", out, sizeof out), 0);
-    assert_non_null(strstr(out, "mymix              2-31    oscar2            3.062"));
+    assert_non_null(strstr(out, "mymix *            2-31    oscar2            3.062  yes  "));
+    assert_non_null(strstr(out, "* begin with these; quality.md"));
+    assert_null(strstr(out, "GPU")); // of no format there is anything to say
+    assert_int_equal(run_with(f, ANSWER, 0, "", "format list --columns gpu", out, sizeof out), 0);
+    assert_non_null(strstr(out, "GPU\n no\n"));
+    assert_int_equal(run_with(f, ANSWER, 0, "", "format list --csv", out, sizeof out), 0);
+    assert_non_null(strstr(out, "bits,fast,gpu,prefix,needs,unit")); // scripts get all of them
     assert_int_equal(run_with(f, ANSWER, 0, "", "format list --json", out, sizeof out), 0);
     assert_non_null(strstr(out, "\"bits_per_value\":\t3.0625"));
     compression = 0.25;

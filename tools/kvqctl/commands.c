@@ -238,9 +238,12 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
     {.words = {"format", "list"},
      .run = kvq__ctl_format_list,
      .about = "the formats that sessions can ask for by name",
-     .more = "Formats of the configuration first, layer by layer where layers differ. Names may\n"
-             "also join built-in formats, or change them by suffixes and single stages; see\n"
-             "formats.md in share/doc/kvqd.\n",
+     .more = "Formats of the configuration first, layer by layer where layers differ; then those\n"
+             "to begin with, marked *. FAST: CPUs have a fast path for it. GPU: GPUs have a loop\n"
+             "for it, and not only the slow one for all formats. PREFIX: sessions that begin\n"
+             "alike can share blocks. NEEDS: a codebook's name goes behind an @. Names may also\n"
+             "join built-in formats, or change them by suffixes and single stages; see formats.md\n"
+             "in share/doc/kvqd.\n",
      .repeats = true,
      .table = &kvq__ctl_formats},
     {.words = {"drain"},

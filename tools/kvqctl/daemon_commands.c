@@ -143,16 +143,45 @@ static const char *row_text(const ProtobufCMessage *message)
     return strcmp(f->name, f->row) == 0 ? "" : f->row;
 }
 
+static const char *marked_name(const ProtobufCMessage *message)
+{
+    const Kvq__Format *f = (const Kvq__Format *)message;
+    return kvq__ctl_text("%s%s", kvq__ctl_clean(f->name), f->recommended ? " *" : "");
+}
+
+static void explain_mark(ProtobufCMessage *const *elements, size_t n)
+{
+    bool any = false;
+    for (size_t i = 0; i < n; i++)
+        any = any || ((const Kvq__Format *)elements[i])->recommended;
+    if (any)
+        printf("* begin with these; quality.md in share/doc/kvqd says which is for what\n");
+}
+
 #define COLUMN(NAME, HEADING, FIELD, SHOW, WIDTH)                                                  \
     {                                                                                              \
         .name = (NAME), .heading = (HEADING), .field = (FIELD), .show = KVQ__CTL_AS_##SHOW,        \
         .width = (WIDTH)                                                                           \
     }
+#define FADING(NAME, HEADING, FIELD, SHOW, WIDTH)                                                  \
+    {                                                                                              \
+        .name = (NAME), .heading = (HEADING), .field = (FIELD), .show = KVQ__CTL_AS_##SHOW,        \
+        .width = (WIDTH), .fades = true                                                            \
+    }
 static const struct kvq__ctl_column columns[] = {
-    COLUMN("format", "FORMAT", "name", TEXT, -18),
-    COLUMN("layers", "LAYERS", "layers", TEXT, -7),
-    {.name = "is", .heading = "IS", .text = row_text, .width = -16},
+    {.name = "format", .heading = "FORMAT", .field = "name", .width = -18, .people = marked_name},
+    FADING("layers", "LAYERS", "layers", TEXT, -7),
+    {.name = "is", .heading = "IS", .text = row_text, .width = -16, .fades = true},
     COLUMN("bits", "BITS", "bits_per_value", 3_PLACES, 6),
+    FADING("fast", "FAST", "fast", YES_NO, 4),
+    FADING("gpu", "GPU", "gpu_loop", YES_NO, 3),
+    FADING("prefix", "PREFIX", "shares_prefix", YES_NO, 6),
+    {.name = "needs",
+     .heading = "NEEDS",
+     .field = "needs",
+     .width = -8,
+     .apart = true,
+     .fades = true},
     COLUMN("unit", "UNIT", "unit_tokens", NUMBER, 5),
     COLUMN("recent", "RECENT", "recent_tokens", NUMBER, 7),
     COLUMN("sink", "SINK", "sink_tokens", NUMBER, 5),
@@ -163,9 +192,16 @@ static const struct kvq__ctl_column columns[] = {
      .show = KVQ__CTL_AS_YES_NO,
      .width = 3,
      .extra = true},
+    {.name = "recommended",
+     .heading = "RECOMMENDED",
+     .field = "recommended",
+     .show = KVQ__CTL_AS_YES_NO,
+     .width = 11,
+     .extra = true},
 };
 
-const struct kvq__ctl_table kvq__ctl_formats = {KVQ__CTL_TABLE(columns, "formats", NULL, NULL)};
+const struct kvq__ctl_table kvq__ctl_formats = {KVQ__CTL_TABLE(columns, "formats", NULL, NULL),
+                                                .note = explain_mark};
 
 int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
 {

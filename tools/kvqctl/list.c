@@ -140,8 +140,11 @@ int kvq__ctl_show_list(struct kvq__ctl *ctl, struct kvq__ctl_list *list,
         kvq__ctl_print_csv(&view, list->elements, n);
     else if (n == 0 && table->none)
         say_none(ctl, table, all);
-    else
+    else {
+        if (!ctl->columns)
+            kvq__ctl_fade_columns(&view, list->elements, n);
         kvq__ctl_print_table(&view, list->elements, n);
+    }
     int end = kvq__ctl_list_end(list, kind);
     return result ? result : end;
 }

@@ -27,6 +27,7 @@ struct kvq__ctl_column {
     int width;  // at least so many characters; negative: the text stands on the left
     bool apart; // two blanks stand before it, not one
     bool extra; // shown only where --columns names it
+    bool fades; // left out where all its cells are empty, 0 or no, unless --columns names it
     // In place of the field, if it takes more than one; in one of the buffers of kvq__ctl_text.
     uint64_t (*whole)(const ProtobufCMessage *message);
     const char *(*text)(const ProtobufCMessage *message);
@@ -83,6 +84,9 @@ int kvq__ctl_take_view(const struct kvq__ctl *ctl, const struct kvq__ctl_table *
                        struct kvq__ctl_view *view);
 // Takes out what the filters do not let through, and sorts. Returns how many are left.
 size_t kvq__ctl_apply_view(const struct kvq__ctl_view *view, ProtobufCMessage **elements, size_t n);
+
+// Takes out the columns that fade and have nothing in any of these.
+void kvq__ctl_fade_columns(struct kvq__ctl_view *view, ProtobufCMessage *const *elements, size_t n);
 
 // Columns, headings first. Each cell is at least as wide as its column says and as the widest one
 // of that column is. Where view->most is less than that, texts are cut, down to their columns'

@@ -272,3 +272,22 @@ size_t kvq__ctl_apply_view(const struct kvq__ctl_view *view, ProtobufCMessage **
         sort(view, elements, left);
     return left;
 }
+
+static bool is_blank(const struct kvq__ctl_column *c, ProtobufCMessage *const *elements, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        struct kvq__ctl_value value = kvq__ctl_value_of(c, elements[i]);
+        if (value.is_text ? *value.text != 0 : value.number != 0)
+            return false;
+    }
+    return true;
+}
+
+void kvq__ctl_fade_columns(struct kvq__ctl_view *view, ProtobufCMessage *const *elements, size_t n)
+{
+    size_t left = 0;
+    for (size_t i = 0; i < view->n_columns; i++)
+        if (!view->columns[i]->fades || !is_blank(view->columns[i], elements, n))
+            view->columns[left++] = view->columns[i];
+    view->n_columns = left;
+}

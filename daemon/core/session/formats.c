@@ -209,6 +209,12 @@ static void add_format(struct kvq__format_info *out, uint32_t max, uint32_t *n,
     ++*n;
 }
 
+static void add_built_in(struct kvq__format_info *out, uint32_t max, uint32_t *n,
+                         const struct kvq_format *f)
+{
+    add_format(out, max, n, (struct kvq__format_info){f->name, f, 0, UINT32_MAX, false, false});
+}
+
 uint32_t kvq__core_formats(const struct kvq__core *core, struct kvq__format_info *out, uint32_t max)
 {
     uint32_t n = 0;
@@ -224,8 +230,10 @@ uint32_t kvq__core_formats(const struct kvq__core *core, struct kvq__format_info
                        (struct kvq__format_info){own->name, &own->rest, 0, UINT32_MAX, true,
                                                  own->n_ranges > 0});
     }
+    for (const char *const *name = kvq_recommended_formats; *name; name++)
+        add_built_in(out, max, &n, kvq_format_by_name(*name));
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
-        add_format(out, max, &n,
-                   (struct kvq__format_info){f->name, f, 0, UINT32_MAX, false, false});
+        if (!kvq_format_is_recommended(f))
+            add_built_in(out, max, &n, f);
     return n;
 }
