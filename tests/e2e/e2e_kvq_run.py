@@ -86,6 +86,7 @@ class KvqRun(unittest.TestCase):
         done = self.kvq_run("generate", "--prompt", "The ", "--tokens", 20, "--seed", 3)
         self.assertEqual(len(done.stdout.rstrip(b"\n")) <= 20, True)
         self.assertIn(b"tokens/s", done.stderr)
+        self.assertIn(b"kvq2", done.stderr)  # the format unless another is named
 
     def test_same_seed_same_text(self):
         runs = [self.json("generate", "--prompt", "A table ", "--tokens", 200, "--seed", 5)["ids"]
@@ -233,16 +234,15 @@ class KvqRun(unittest.TestCase):
 
     def test_rotation_of_a_session_that_is_there(self):
         """A session of V as it comes goes on as it is; who asks for another rotation is refused."""
-        whole = self.json("generate", "--prompt", "The database file", "--tokens", 64,
-                          "--temperature", 0, "--v-rotation", "daemon")
-        half = self.json("generate", "--prompt", "The database file", "--tokens", 32,
-                         "--temperature", 0, "--session", "turned", "--keep",
-                         "--v-rotation", "daemon")
-        refused = self.kvq_run("generate", "--ids", whole["ids"][32], "--session", "turned",
+        ask = ("generate", "--format", "oscar2", "--temperature", 0)
+        whole = self.json(*ask, "--prompt", "The database file", "--tokens", 64,
+                          "--v-rotation", "daemon")
+        half = self.json(*ask, "--prompt", "The database file", "--tokens", 32,
+                         "--session", "turned", "--keep", "--v-rotation", "daemon")
+        refused = self.kvq_run(*ask, "--ids", whole["ids"][32], "--session", "turned",
                                "--v-rotation", "engine", status=1)
         self.assertIn(b"another v_rotation", refused.stderr)
-        rest = self.json("generate", "--ids", whole["ids"][32], "--tokens", 31,
-                         "--temperature", 0, "--session", "turned")
+        rest = self.json(*ask, "--ids", whole["ids"][32], "--tokens", 31, "--session", "turned")
         self.assertEqual(half["ids"] + [whole["ids"][32]] + rest["ids"], whole["ids"])
 
     def test_usage(self):

@@ -81,6 +81,13 @@ class Formats(unittest.TestCase):
                       bench("attend", *small, "--walk", "17").stderr)
         self.assertNotIn("make a walk", bench("attend", *small, "--walk", "16").stderr)
 
+    def test_formats_unless_said(self):
+        done = bench("attend", "--threads", "1", "--reps", "1", "--q-heads", "1", "--kv-heads", "1",
+                     "--head-dim", "64", "--tokens", "64", "--walk", "1", "--path", "exact",
+                     "--json")
+        self.assertEqual([row["format"] for row in json.loads(done.stdout)],
+                         ["f16", "kvq2", "oscar2", "oscar3", "oscar4"])
+
     def test_refused(self):
         for options, says in ((("attend", "--q-heads", "65", "--kv-heads", "1"), "at most 64 can"),
                               (("attend", "--q-heads", "7", "--kv-heads", "2"), "not a multiple"),
@@ -89,7 +96,11 @@ class Formats(unittest.TestCase):
                               (("pack", "--head-dim", "65"), "give 64, 128 or 256"),
                               (("pack", "--format", "f16,bf16"), "given fp16; leave bf16 out"),
                               (("attend", "--tokens", "0"), '--tokens is "0"'),
-                              (("ring", "--idle", "1001"), '--idle is "1001"')):
+                              (("ring", "--idle", "1001"), '--idle is "1001"'),
+                              ((), "give one command, attend, shared, pack, ring, step, hop, "
+                                   "storage or quality; see"),
+                              (("dance",), '"dance" is no command; give one command, attend, '),
+                              (("--json", "hop"), "give hop first, and its options behind it")):
             done = bench(*options)
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn(says, done.stderr)

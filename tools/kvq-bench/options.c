@@ -10,8 +10,13 @@
 
 #include "tools/kvq-bench/cache.h"
 
+enum { OWN_OPTIONS = 5 }; // commands from here on read their options themselves (main.c)
+static const char *const commands[] = {"attend", "shared", "pack",    "ring",
+                                       "step",   "hop",    "storage", "quality"};
+enum { COMMANDS = sizeof commands / sizeof *commands };
+
 static const char help[] =
-    "Usage: kvq-bench attend|shared|pack|ring|step|hop|storage|quality [OPTION]...\n"
+    " [OPTION]...\n"
     "\n"
     "  attend  decode attention of one layer, one query token, over a cache that is larger\n"
     "          than the last level cache; needs no daemon\n"
@@ -30,9 +35,9 @@ static const char help[] =
     "  quality what formats do to keys, values, outputs and a model; has options of its own,\n"
     "          see kvq-bench quality --help\n"
     "\n"
-    "  --format F,..     formats, also composed ones (default f16,oscar2,oscar3,oscar4); f16 is "
-    "always\n"
-    "                    the baseline\n"
+    "  --format F,..     formats, also composed ones (default f16,kvq2,oscar2,oscar3,oscar4); f16 "
+    "is\n"
+    "                    always the baseline\n"
     "  --tokens N,..     cached tokens (default 4096,32768; shared: 8192)\n"
     "  --threads T,..    threads, each on a CPU of its own (default 1, and all CPUs)\n"
     "  --q-heads N       query heads (default 32)\n"
@@ -231,6 +236,9 @@ static int read_option(struct bench_options *o, int option, const char *text)
         o->json = true;
         return 0;
     case 'h':
+        printf("Usage: kvq-bench ");
+        for (size_t i = 0; i < COMMANDS; i++)
+            printf("%s%s", i ? "|" : "", commands[i]);
         fputs(help, stdout);
         return 1;
     case 'v':
@@ -257,7 +265,7 @@ static int read_defaults(struct bench_options *o)
     if (cpus > KVQ_POOL_MAX_THREADS)
         cpus = KVQ_POOL_MAX_THREADS;
     snprintf(threads, sizeof threads, cpus > 1 ? "1,%ld" : "%ld", cpus);
-    int error = read_formats("f16,oscar2,oscar3,oscar4", o);
+    int error = read_formats("f16,kvq2,oscar2,oscar3,oscar4", o);
     if (!error)
         error = read_list("threads", threads, 1, KVQ_POOL_MAX_THREADS, &o->threads);
     return error;
@@ -298,23 +306,35 @@ static int check_shape(const struct bench_options *o)
     return 0;
 }
 
+static int refuse_command(const char *given)
+{
+    fprintf(stderr, "kvq-bench: ");
+    if (given)
+        fprintf(stderr, "\"%s\" is no command; ", given);
+    fprintf(stderr, "give one command, ");
+    for (size_t i = 0; i < COMMANDS; i++)
+        fprintf(stderr, "%s%s", i == 0 ? "" : i + 1 < COMMANDS ? ", " : " or ", commands[i]);
+    fprintf(stderr, "; see kvq-bench --help\n");
+    return -1;
+}
+
 static int read_command(struct bench_options *o, int argc, char **argv)
 {
-    static const char *const commands[] = {"attend", "shared", "pack", "ring", "step"};
-    if (optind + 1 != argc) {
-        fprintf(stderr, "kvq-bench: give one command, attend, shared, pack, ring or step; see "
-                        "kvq-bench --help\n");
-        return -1;
-    }
-    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
-        if (strcmp(argv[optind], commands[i]) == 0)
-            o->command = commands[i];
-    if (!o->command) {
+    size_t i = 0;
+    if (optind + 1 != argc)
+        return refuse_command(NULL);
+    while (i < COMMANDS && strcmp(argv[optind], commands[i]) != 0)
+        i++;
+    if (i == COMMANDS)
+        return refuse_command(argv[optind]);
+    if (i >= OWN_OPTIONS) {
         fprintf(stderr,
-                "kvq-bench: \"%s\" is no command; give attend, shared, pack, ring or step\n",
-                argv[optind]);
+                "kvq-bench: give %s first, and its options behind it; see kvq-bench %s "
+                "--help\n",
+                commands[i], commands[i]);
         return -1;
     }
+    o->command = commands[i];
     return 0;
 }
 

@@ -29,7 +29,7 @@ struct option_row {
 static const struct option_row rows[] = {
     {"model", "DIR", "directory with config.json and *.safetensors ($KVQ_MODEL)", G | P | L, STRING,
      AT(model), 0, 0},
-    {"format", "F", "format of the cache: f16, bf16, kvq2, oscar2, oscar3, oscar4, .. (oscar2)",
+    {"format", "F", "format of the cache: f16, bf16, kvq2, oscar2, oscar3, oscar4, .. (kvq2)",
      G | P | L, STRING, AT(format), 0, 0},
     {"attention", "KIND", "default (the daemon's choice), exact or fast", G | P | L, ATTENTION,
      AT(attention), 0, 0},
@@ -232,7 +232,7 @@ int options_parse(int argc, char **argv, struct options *o, struct problem *p)
 {
     *o = (struct options){
         .model = getenv("KVQ_MODEL"),
-        .format = "oscar2",
+        .format = "kvq2",
         .against = "f16",
         .tokens = 256,
         .temperature = 0.8,
