@@ -432,6 +432,32 @@ static void test_usage(void **state)
     assert_non_null(strstr(out, "zzzzzz is unknown; try kvq2, oscar3, kivi4, oscar4\n"));
 }
 
+// Groups, a command's own form, and what is missing or too much behind it.
+static void test_help_of_commands(void **state)
+{
+    struct fixture *f = *state;
+    char out[16384];
+    assert_int_equal(run(f, "--help", out, sizeof out), 0);
+    const char *pull = strstr(out, "  session pull NAME");
+    const char *prefixes = strstr(out, "  prefix status");
+    assert_non_null(strstr(out, "\n\nSessions:\n  session list "));
+    assert_true(pull && prefixes && pull < prefixes); // commands of one group stand together
+    static const char *const words[][2] = {
+        {"session save", "NAME is missing; it is kvqctl session save NAME\n"
+                         "kvqctl session save --help says more.\n"},
+        {"session move a", "PLACE is missing; it is kvqctl session move NAME PLACE\n"},
+        {"session save a b", "'b' is too much; it is kvqctl session save NAME\n"},
+        {"config get a b", "'b' is too much; it is kvqctl config get [NAME]\n"},
+        {"status x", "'x' is too much; it is kvqctl status\n"}};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        assert_int_equal(run(f, words[i][0], out, sizeof out), 2);
+        assert_non_null(strstr(out, words[i][1]));
+    }
+    assert_int_equal(run(f, "session save --help", out, sizeof out), 0);
+    assert_ptr_equal(strstr(out, "usage: kvqctl session save NAME [--namespace NAME] [--again]"),
+                     out);
+}
+
 // What no message may hold is told at once, whether a daemon is there or not, and by each command.
 static void test_texts_that_cannot_be_sent(void **state)
 {
@@ -656,6 +682,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_no_daemon, setup, teardown),
         cmocka_unit_test_setup_teardown(test_socket_left_behind, setup, teardown),
         cmocka_unit_test_setup_teardown(test_usage, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_help_of_commands, setup, teardown),
         cmocka_unit_test_setup_teardown(test_texts_that_cannot_be_sent, setup, teardown),
         cmocka_unit_test_setup_teardown(test_suggestions, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),

@@ -16,6 +16,7 @@ typedef int kvq__ctl_run(struct kvq__ctl *ctl, char **args);
 
 struct kvq__ctl_command {
     const char *words[2];
+    const char *heading;  // of the group that begins here in kvqctl --help; NULL: it goes on
     const char *argument; // its name, or several with blanks between, or NULL for none
     kvq__ctl_run *run;
     const char *about;
@@ -94,6 +95,8 @@ const char *kvq__ctl_words(const struct kvq__ctl_command *command);
 // Help of one command, of those that begin with a word, or (both NULL) of all; with their own
 // options alone unless of all.
 void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word);
+// Says how the command is written, and where to read more. KVQ_EXIT_USAGE.
+int kvq__ctl_bad_command(const struct kvq__ctl_command *command, const char *what);
 // Says what is wrong with the command line. KVQ_EXIT_USAGE.
 int kvq__ctl_bad_usage(const char *what, const char *value);
 

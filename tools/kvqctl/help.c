@@ -6,7 +6,7 @@
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/table.h"
 
-enum { COMMAND_WIDTH = 23, OPTION_WIDTH = 18, LINE_WIDTH = 92 };
+enum { COMMAND_WIDTH = 24, OPTION_WIDTH = 18, LINE_WIDTH = 92 };
 
 const char *kvq__ctl_words(const struct kvq__ctl_command *command)
 {
@@ -95,22 +95,55 @@ static void print_columns(const struct kvq__ctl_table *table, const char *option
     printf("\n");
 }
 
-void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
+// "session save NAME", in one of the buffers of kvq__ctl_text.
+static const char *form_of(const struct kvq__ctl_command *c)
 {
-    printf("kvqctl %s: administers kvqd, the daemon that owns quantized KV caches\n\n"
-           "usage: kvqctl [options] COMMAND\n"
-           "       kvqctl help [COMMAND]\n\n",
-           KVQ_VERSION);
+    return kvq__ctl_text("%s%s%s", kvq__ctl_words(c), c->argument ? " " : "",
+                         c->argument ? c->argument : "");
+}
+
+// With its own options, as "kvqctl session save NAME [--again]".
+static void print_usage(const struct kvq__ctl_command *command)
+{
+    size_t used = (size_t)printf("usage: kvqctl %s", form_of(command));
+    for (size_t i = 0; i < kvq__ctl_n_options; i++) {
+        const struct kvq__ctl_option *o = &kvq__ctl_options[i];
+        if (!kvq__ctl_is_own_option(o, command))
+            continue;
+        const char *word =
+            kvq__ctl_text("[--%s%s%s]", o->name, o->value ? " " : "", o->value ? o->value : "");
+        if (used + 1 + strlen(word) > LINE_WIDTH)
+            used = (size_t)printf("\n             ") - 1;
+        used += (size_t)printf(" %s", word);
+    }
+    printf("\n\n%s\n\n", command->about);
+}
+
+static void print_commands(const char *word)
+{
     for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
         const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
-        char line[64];
-        snprintf(line, sizeof line, "%s%s%s", kvq__ctl_words(c), c->argument ? " " : "",
-                 c->argument ? c->argument : "");
-        if (is_meant(c, only, word))
-            printf("  %-*s %s\n", COMMAND_WIDTH, line, c->about);
+        if (!word && c->heading)
+            printf("%s%s:\n", i ? "\n" : "", c->heading);
+        if (is_meant(c, NULL, word))
+            printf("  %-*s %s\n", COMMAND_WIDTH, form_of(c), c->about);
+    }
+    printf("\n");
+}
+
+void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
+{
+    if (only) {
+        print_usage(only);
+    } else {
+        printf("kvqctl %s: administers kvqd, the daemon that owns quantized KV caches\n\n"
+               "usage: kvqctl [options] %s%sCOMMAND\n"
+               "       kvqctl help [COMMAND]\n\n",
+               KVQ_VERSION, word ? word : "", word ? " " : "");
+        print_commands(word);
     }
     const char *more = only && only->more ? only->more : "";
-    printf("\n%s%s", more, *more ? "\n" : "");
+    printf("%s%s", more, *more ? "\n" : "");
     if (only && only->table)
         print_columns(only->table, "--columns");
     else if (only && only->sorts)
@@ -120,6 +153,13 @@ void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
         print_common();
     else
         print_exits();
+}
+
+int kvq__ctl_bad_command(const struct kvq__ctl_command *command, const char *what)
+{
+    fprintf(stderr, "kvqctl: %s; it is kvqctl %s\nkvqctl %s --help says more.\n", what,
+            form_of(command), kvq__ctl_words(command));
+    return KVQ_EXIT_USAGE;
 }
 
 int kvq__ctl_bad_usage(const char *what, const char *value)

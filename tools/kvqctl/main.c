@@ -139,6 +139,20 @@ static int check_view(const struct kvq__ctl *ctl, const struct kvq__ctl_command 
     return kvq__ctl_take_view(ctl, table, &view);
 }
 
+// More or fewer words behind the command than it takes.
+static int bad_count(const struct kvq__ctl_command *command, char **args, int n)
+{
+    int takes = count_arguments(command);
+    const char *missing = command->argument;
+    if (n > takes)
+        return kvq__ctl_bad_command(command,
+                                    kvq__ctl_text("'%s' is too much", kvq__ctl_clean(args[takes])));
+    for (int i = 0; i < n; i++)
+        missing += strcspn(missing, " ") + 1;
+    return kvq__ctl_bad_command(
+        command, kvq__ctl_text("%.*s is missing", (int)strcspn(missing, " "), missing));
+}
+
 // "help session list" is "session list --help".
 static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
 {
@@ -155,8 +169,7 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
         return no_command(words, n);
     bool optional = command->argument && command->argument[0] == '[';
     if (n - used != count_arguments(command) && !(optional && n == used))
-        return kvq__ctl_bad_usage(command->argument ? "this command takes" : "too much behind",
-                                  command->argument ? command->argument : words[used - 1]);
+        return bad_count(command, words + used, n - used);
     if (ctl->watch > 0 && !command->repeats)
         return kvq__ctl_bad_usage("--watch is for status and lists, not for",
                                   kvq__ctl_words(command));
