@@ -69,7 +69,7 @@ install(CODE "
     set(KVQ_SOURCE \"${CMAKE_SOURCE_DIR}\")
     set(KVQ_BINARY \"${CMAKE_BINARY_DIR}\")
     set(KVQ_PAGES operations.md troubleshooting.md formats.md protocol.md sizing.md upgrading.md
-                  containers.md nodes.md gpus.md)
+                  containers.md nodes.md gpus.md quality.md)
     set(KVQ_TO \"\${CMAKE_INSTALL_PREFIX}/share/doc/kvqd\")
     include(\"${CMAKE_SOURCE_DIR}/cmake/install_pages.cmake\")" COMPONENT kvqd)
 install(FILES docs/sizing.svg DESTINATION share/doc/kvqd COMPONENT kvqd)

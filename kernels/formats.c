@@ -167,7 +167,7 @@ const struct kvq_format kvq_formats[] = {
      .unit_tokens = 32},
     {.name = "kvq2",
      .source = "OScaR's norms and KIVI's channels with 3 bits, fitted, TurboQuant's values with 2: "
-               "docs/quality/kvq2.md",
+               "see quality.md",
      .v_rotation = KVQ_ROTATE_SIGNED,
      .k_token_scale = KVQ_SCALE_L2_HEAD,
      .k = AFFINE(3, KVQ_PER_CHANNEL, KVQ_ZERO_FITTED, KVQ_BLOCK_TOKENS),

@@ -42,6 +42,7 @@ FORMAT_LISTS = {
                     r"records (\d+), saved sessions (\d+)\."}
 WITH_ENGINE = ("tools/bench-transformers-layer.py",)  # imports PyTorch before all else
 FOREIGN = ("uv.h", "zmq.h")  # headers of others
+WRITTEN = ("docs/quality/small-model.md",)  # by a tool of the sources
 COMMANDS = {
     "kvq-run": ["generate", "perplexity", "logits"],
     "kvq-bench": ["attend", "pack", "ring"],
@@ -256,6 +257,21 @@ def check_sections():
                 yield f"{path}: docs/{page} has no section '{section}'"
 
 
+def check_installed_pages():
+    """What is installed sends people to pages that are installed."""
+    pages = re.search(r"KVQ_PAGES ([^)]*)", read("cmake/install.cmake")).group(1).split()
+    for path in tracked():
+        if not re.match(r"(tools/kvq|kernels|daemon|docs/man|packaging).*\.([c1-8]|yml)$", path):
+            continue
+        text = re.sub(r"//.*", "", read(path))
+        for page in re.findall(r"(\w+\.md) in\s+(?:\.IR )?share/doc/kvqd", text):
+            if page not in pages:
+                yield f"{path}: {page} is not among the pages that are installed"
+        for page in re.findall(r'"[^"\n]*\b(docs/[\w/-]+\.md)', text):
+            if page not in WRITTEN:
+                yield f"{path}: {page} is where nobody has the sources; name PAGE in share/doc/kvqd"
+
+
 def check_tools():
     """Programs of tools/ explain themselves without a library, an engine or a daemon."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVQ_")}
@@ -395,6 +411,7 @@ def main():
     checks["names in pages about the code"] = (check_source_names,)
     checks["links to headings"] = (check_anchors,)
     checks["sections that alerts name"] = (check_sections,)
+    checks["pages that are installed"] = (check_installed_pages,)
     checks["counters and events"] = (check_tables,)
     checks["folders and their layers"] = (check_layers,)
     checks["texts of errors"] = (check_troubleshooting,)

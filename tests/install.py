@@ -29,7 +29,7 @@ INSTALLED = (
     "share/man/man8/kvqd.8", "share/doc/kvqd/examples/kvqd-cpu.conf",
     *(f"share/doc/kvqd/{name}.md" for name in ("operations", "troubleshooting", "formats",
                                                "protocol", "sizing", "upgrading", "containers",
-                                               "nodes", "gpus")),
+                                               "nodes", "gpus", "quality")),
     "share/man/man3/kvq.3", "share/man/man3/kvq_step.3", "share/man/man3/kvq_append_attend.3",
     "share/bash-completion/completions/kvqctl", "share/bash-completion/completions/kvqd",
     "share/zsh/site-functions/_kvqctl", "share/zsh/site-functions/_kvqd",

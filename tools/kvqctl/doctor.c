@@ -54,7 +54,8 @@ static void check_cpu(struct report *report)
     cpu_set_t set;
     int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
     if (mask && strcmp(mask, "amx") == 0 && strcmp(isa, mask) != 0)
-        add(report, "cpu", LEVEL_NOTE, "unset KVQ_CPU_MASK, or see docs/troubleshooting.md",
+        add(report, "cpu", LEVEL_NOTE,
+            "unset KVQ_CPU_MASK, or see troubleshooting.md in share/doc/kvqd",
             "KVQ_CPU_MASK=amx is set, and kernels run as %s: there is no AMX for this process",
             isa);
     else if (mask && *mask && strcmp(mask, "amx") != 0)
