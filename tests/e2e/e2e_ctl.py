@@ -304,6 +304,19 @@ class Events(Test):
             self.assertEqual(self.events(daemon), last)  # all that there are
             self.assertEqual(self.events(daemon, "--count", "7"), last[:7])
             self.assertEqual(self.events(daemon, "--since", "0s"), [])
+            ctl = (os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory)
+            said = subprocess.run([*ctl, "events", "--no-follow", "--since", "0s"], check=True,
+                                  capture_output=True, text=True, timeout=BOUND)
+            self.assertEqual(said.stdout, "no events\n")
+            with daemon.client(), daemon.client():
+                said = subprocess.run([*ctl, "status"], check=True, capture_output=True, text=True,
+                                      timeout=BOUND)
+                self.assertIn(" sessions with 0 tokens, for 2 clients\n", said.stdout)
+            with daemon.client() as client:
+                client.session(ROWS, "f16", name="one")
+                said = subprocess.run([*ctl, "status"], check=True, capture_output=True, text=True,
+                                      timeout=BOUND)
+                self.assertIn("1 session with 0 tokens, for 1 client\n", said.stdout)
             status, _, complaint = daemon.ctl("events", "--since", "yesterday", check=False)
             self.assertEqual(status, 2)
             self.assertIn("--since is a duration", complaint)

@@ -147,4 +147,7 @@ class Size(Test):
         done = subprocess.run([os.path.join(BIN, "kvqctl"), "size", "--format", "oscar2"],
                               capture_output=True, text=True, timeout=BOUND)
         self.assertEqual(done.returncode, 2)
-        self.assertIn("size needs --layers N", done.stderr)
+        self.assertIn("size needs --layers N --kv-heads N --head-dim N --tokens N\n", done.stderr)
+        said = size(heads=1, layers=1, tokens=1)[1]
+        self.assertIn("1 token, 1 layer, 1 KV head of 128\n", said)
+        self.assertIn("1 session: ", said)

@@ -78,8 +78,8 @@ static void print_status(const Kvq__StatusReply *s)
     printf("kvqd %s, pid %" PRIu64 ", up %s%s\n", kvq__ctl_clean(s->version), s->pid,
            kvq__ctl_duration(s->uptime_ms), s->draining ? ", shutting down" : "");
     printf("runs in    %s\n", kvq__ctl_clean(s->runtime_dir));
-    printf("backend    %s (%s), %" PRIu32 " worker%s\n", kvq__ctl_clean(s->backend),
-           kvq__ctl_clean(s->isa), s->workers, s->workers == 1 ? "" : "s");
+    printf("backend    %s (%s), %s\n", kvq__ctl_clean(s->backend), kvq__ctl_clean(s->isa),
+           kvq__ctl_count(s->workers, "worker"));
     printf("memory     %s of %s in use (%.1f%%), %s taken as extents, largest free piece %s\n",
            kvq__ctl_bytes(s->pool_used_bytes), kvq__ctl_bytes(s->pool_bytes), share,
            kvq__ctl_bytes(s->pool_extent_bytes), kvq__ctl_bytes(s->pool_largest_free));
@@ -88,13 +88,14 @@ static void print_status(const Kvq__StatusReply *s)
                kvq__ctl_bytes(s->pool_huge_bytes));
     for (size_t i = 0; i < s->n_gpus; i++)
         print_gpu(s->gpus[i]);
-    printf("holds      %" PRIu32 " sessions with %" PRIu64 " tokens, for %" PRIu32 " clients\n",
-           s->sessions, s->tokens, s->clients);
-    printf("so far     %" PRIu64 " steps, %" PRIu64 " attentions, %" PRIu64 " tokens appended, "
-           "%" PRIu64 " requests refused, %" PRIu64 " clients kicked\n",
-           kvq__ctl_counter(s, "steps"), kvq__ctl_counter(s, "attends"),
-           kvq__ctl_counter(s, "appended_tokens"), kvq__ctl_counter(s, "refused_requests"),
-           kvq__ctl_counter(s, "kicked_clients"));
+    printf("holds      %s with %s, for %s\n", kvq__ctl_count(s->sessions, "session"),
+           kvq__ctl_count(s->tokens, "token"), kvq__ctl_count(s->clients, "client"));
+    printf("so far     %s, %s, %s appended, %s refused, %s kicked\n",
+           kvq__ctl_count(kvq__ctl_counter(s, "steps"), "step"),
+           kvq__ctl_count(kvq__ctl_counter(s, "attends"), "attention"),
+           kvq__ctl_count(kvq__ctl_counter(s, "appended_tokens"), "token"),
+           kvq__ctl_count(kvq__ctl_counter(s, "refused_requests"), "request"),
+           kvq__ctl_count(kvq__ctl_counter(s, "kicked_clients"), "client"));
     print_parked(s);
     print_evictions(s);
     if (s->n_namespaces)

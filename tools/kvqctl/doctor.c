@@ -54,18 +54,18 @@ static void check_cpu(struct report *report)
     cpu_set_t set;
     int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
     if (mask && strcmp(mask, "amx") == 0 && strcmp(isa, mask) != 0)
-        add(report, "cpu", LEVEL_NOTE,
+        add(report, "machine", LEVEL_NOTE,
             "unset KVQ_CPU_MASK, or see troubleshooting.md in share/doc/kvqd",
             "KVQ_CPU_MASK=amx is set, and kernels run as %s: there is no AMX for this process",
             isa);
     else if (mask && *mask && strcmp(mask, "amx") != 0)
-        add(report, "cpu", LEVEL_NOTE, "unset KVQ_CPU_MASK",
+        add(report, "machine", LEVEL_NOTE, "unset KVQ_CPU_MASK",
             "kernels run as %s because KVQ_CPU_MASK=%s is set", isa, mask);
     else if (strcmp(isa, "c") == 0)
-        add(report, "cpu", LEVEL_NOTE, "use a machine with AVX2 or AVX-512 for speed",
+        add(report, "machine", LEVEL_NOTE, "use a machine with AVX2 or AVX-512 for speed",
             "no AVX2: the portable kernels run, many times slower");
     else
-        add(report, "cpu", LEVEL_FINE, "", "%s kernels, %d usable CPUs", isa, cpus);
+        add(report, "machine", LEVEL_FINE, "", "%s kernels, %d usable CPUs", isa, cpus);
     if (cpus < 2)
         add(report, "cpus", LEVEL_NOTE, "give daemon and engine two CPUs",
             "one usable CPU: nobody spins, so each request pays for a wake-up");

@@ -242,5 +242,7 @@ int kvq__ctl_events(struct kvq__ctl *ctl, char **args)
         // It may have gone since; then the next look waits for another one.
         result = result == KVQ_EXIT_NO_DAEMON || result == KVQ_EXIT_TIMEOUT ? KVQ_EXIT_OK : result;
     }
+    if (result == KVQ_EXIT_OK && ctl->no_follow && f.printed == 0 && !ctl->json)
+        printf("no events\n");
     return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
 }

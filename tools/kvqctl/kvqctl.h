@@ -281,6 +281,8 @@ const char *kvq__ctl_text(const char *format, ...) __attribute__((format(printf,
 
 // Short forms for people, in one of a few static buffers: "1.5 GiB", "3 h 12 min".
 const char *kvq__ctl_bytes(uint64_t bytes);
+// "1 client", "2 clients".
+const char *kvq__ctl_count(uint64_t n, const char *one);
 const char *kvq__ctl_duration(uint64_t ms);
 // "512.0 MiB of 1.0 GiB" and "2 of 10", or without a limit (0) what is used alone.
 const char *kvq__ctl_of_bytes(uint64_t used, uint64_t limit);

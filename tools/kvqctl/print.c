@@ -2,6 +2,7 @@
 // Printing: messages as JSON by their own descriptors, and numbers in short forms for people.
 #include <cJSON.h>
 #include <errno.h>
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -47,6 +48,11 @@ bool kvq__ctl_flush(void)
                 error ? kvq__ctl_text(": %s", strerror(error)) : " all of the output");
     said = true;
     return false;
+}
+
+const char *kvq__ctl_count(uint64_t n, const char *one)
+{
+    return kvq__ctl_text("%" PRIu64 " %s%s", n, one, n == 1 ? "" : "s");
 }
 
 const char *kvq__ctl_bytes(uint64_t bytes)

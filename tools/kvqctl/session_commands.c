@@ -73,9 +73,9 @@ static void print_session(const Kvq__Session *s)
     printf("session     %s in namespace %s (id %" PRIu64 ")\n", kvq__ctl_session_label(s),
            kvq__ctl_clean(s->namespace_), s->id);
     printf("model       %s\n", s->model && *s->model ? kvq__ctl_clean(s->model) : "not said");
-    printf("shape       %" PRIu32 " layers, %" PRIu32 " query heads, %" PRIu32
-           " KV heads, head_dim %" PRIu32 "\n",
-           s->layers, s->q_heads, s->kv_heads, s->head_dim);
+    printf("shape       %s, %s, %s, head_dim %" PRIu32 "\n", kvq__ctl_count(s->layers, "layer"),
+           kvq__ctl_count(s->q_heads, "query head"), kvq__ctl_count(s->kv_heads, "KV head"),
+           s->head_dim);
     printf("format      %s, %.3f bits per value with parameters; %s attention on %s\n",
            kvq__ctl_clean(s->format), s->bits_per_value, kvq__ctl_clean(s->path),
            kvq__ctl_clean(s->isa));

@@ -75,6 +75,13 @@ static const char *compression_text(const ProtobufCMessage *message)
     return times > 0 ? kvq__ctl_text("%.2fx", times) : "-";
 }
 
+// No client has the number 0.
+static const char *writer_text(const ProtobufCMessage *message)
+{
+    uint64_t client = ((const Kvq__Session *)message)->writer_client;
+    return client ? kvq__ctl_text("%" PRIu64, client) : "-";
+}
+
 // What a list shows comes first, in this order.
 static const struct kvq__ctl_column columns[] = {
     {.name = "namespace", .heading = "NAMESPACE", .field = "namespace", .width = -14},
@@ -131,7 +138,13 @@ static const struct kvq__ctl_column columns[] = {
     EXTRA("windows", "WINDOWS", "window_bytes", BYTES, 11),
     EXTRA("tables", "TABLES", "table_bytes", BYTES, 11),
     EXTRA("prefix", "PREFIX", "prefix_tokens", NUMBER, 9),
-    EXTRA("client", "CLIENT", "writer_client", NUMBER, 8),
+    {.name = "client",
+     .heading = "CLIENT",
+     .field = "writer_client",
+     .show = KVQ__CTL_AS_NUMBER,
+     .width = 8,
+     .extra = true,
+     .people = writer_text},
     EXTRA("readers", "READERS", "readers", NUMBER, 7),
     EXTRA("idle", "IDLE", "idle_ms", DURATION, 12),
     EXTRA("keep", "KEPT", "keep_ms", DURATION, 12),

@@ -21,15 +21,13 @@ struct answer {
     uint64_t next_page; // what its next 128 tokens take when they begin
 };
 
-// The first option that is missing; NULL: none.
+// All options that are missing, "" if none is. In one of the buffers of kvq__ctl_text.
 static const char *missing(const struct kvq__ctl_shape *asked)
 {
-    return !asked->format     ? "--format NAME"
-           : !asked->layers   ? "--layers N"
-           : !asked->kv_heads ? "--kv-heads N"
-           : !asked->head_dim ? "--head-dim N"
-           : !asked->tokens   ? "--tokens N"
-                              : NULL;
+    return kvq__ctl_text("%s%s%s%s%s", asked->format ? "" : " --format NAME",
+                         asked->layers ? "" : " --layers N", asked->kv_heads ? "" : " --kv-heads N",
+                         asked->head_dim ? "" : " --head-dim N",
+                         asked->tokens ? "" : " --tokens N");
 }
 
 // A name without its codebooks. What format list has as a source may hold one in the middle, as in
@@ -155,8 +153,8 @@ static void print_answer(const struct kvq__ctl *ctl, const struct answer *a)
     double times = (double)one->plain / (double)a->total;
     printf("format       %s, %.3f bits per value with parameters\n", kvq__ctl_clean(s->format),
            kvq_bits_per_value(&a->format, &a->shape));
-    printf("a session    %lu tokens, %u layers, %u KV heads of %u\n", s->tokens, s->layers,
-           s->kv_heads, s->head_dim);
+    printf("a session    %s, %s, %s of %u\n", kvq__ctl_count(s->tokens, "token"),
+           kvq__ctl_count(s->layers, "layer"), kvq__ctl_count(s->kv_heads, "KV head"), s->head_dim);
     printf("packed       %s%s\n", kvq__ctl_bytes(one->packed),
            kvq_is_raw(&a->format) ? ", in 16 bits" : "");
     printf("window       %s, the newest tokens in 16 bits\n", kvq__ctl_bytes(one->window));
@@ -165,8 +163,8 @@ static void print_answer(const struct kvq__ctl *ctl, const struct answer *a)
            kvq__ctl_bytes(a->total), kvq__ctl_bytes(a->next_page));
     printf("16 bits      %s for the values alone; the session is %.2f times %s\n",
            kvq__ctl_bytes(one->plain), larger ? 1 / times : times, larger ? "LARGER" : "smaller");
-    printf("all          %" PRIu64 " session%s: %s of blocks, %s of bookkeeping; in 16 bits %s\n",
-           a->sessions, a->sessions == 1 ? "" : "s",
+    printf("all          %s: %s of blocks, %s of bookkeeping; in 16 bits %s\n",
+           kvq__ctl_count(a->sessions, "session"),
            kvq__ctl_bytes(a->sessions * (one->packed + one->window)),
            kvq__ctl_bytes(a->sessions * one->books), kvq__ctl_bytes(a->sessions * one->plain));
 }
@@ -177,8 +175,8 @@ int kvq__ctl_size(struct kvq__ctl *ctl, char **args)
     char why[512];
     const char *lacks = missing(&ctl->shape);
     (void)args;
-    if (lacks)
-        return kvq__ctl_bad_usage("size needs", lacks);
+    if (*lacks)
+        return kvq__ctl_bad_usage("size needs", lacks + 1);
     if (ctl->quota.which & 1u << SESSIONS && !ctl->quota.limit[SESSIONS]) // of quota set: no limit
         return kvq__ctl_bad_usage("--sessions is at least 1 for size, not 0 or none", NULL);
     if (work_out(ctl, &answer, why, sizeof why)) {

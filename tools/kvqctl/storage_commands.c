@@ -302,8 +302,8 @@ static int print_verified(const struct kvq__ctl *ctl, const Kvq__StorageReply *r
     if (ctl->json)
         kvq__ctl_print_json(&r->base);
     else if (!bad)
-        printf("%s read in %" PRIu32 " segments: all is good%s%s\n",
-               kvq__ctl_bytes(r->verified_bytes), r->segments, r->text && *r->text ? ". " : "",
+        printf("%s read in %s: all is good%s%s\n", kvq__ctl_bytes(r->verified_bytes),
+               kvq__ctl_count(r->segments, "segment"), r->text && *r->text ? ". " : "",
                kvq__ctl_clean(r->text));
     else
         printf("%s read: %s\n%" PRIu64 " sessions have lost tokens; opening one brings back what "
@@ -386,8 +386,9 @@ static int tidy(struct kvq__ctl *ctl, Kvq__StorageAction action)
     if (ctl->json)
         kvq__ctl_print_json(&reply->storage->base);
     else
-        printf("%s freed in %" PRIu32 " segments, %s moved together; %s on disk\n",
-               kvq__ctl_bytes(reply->storage->freed_bytes), reply->storage->freed_segments,
+        printf("%s freed in %s, %s moved together; %s on disk\n",
+               kvq__ctl_bytes(reply->storage->freed_bytes),
+               kvq__ctl_count(reply->storage->freed_segments, "segment"),
                kvq__ctl_bytes(reply->storage->moved_bytes),
                kvq__ctl_bytes(reply->storage->physical_bytes));
     return KVQ_EXIT_OK;
