@@ -115,7 +115,7 @@ static const struct kvq__session *ended_after(const struct kvq__core *core,
                                               const struct kvq__session *s)
 {
     const struct kvq__session *next = s ? TAILQ_NEXT(s, link) : TAILQ_FIRST(&core->finishing);
-    return next || (s && s->ended.listed) ? next : TAILQ_FIRST(&core->ended);
+    return next || (s && s->ended.listed) ? next : TAILQ_FIRST(&core->freeing.ended);
 }
 
 static void audit_sheets(struct kvq__check *c, const struct kvq__core *core)
@@ -294,7 +294,7 @@ static uint32_t count_deferred(struct kvq__check *c, const struct kvq__core *cor
 {
     const struct kvq__block *b;
     uint32_t n = 0;
-    TAILQ_FOREACH (b, &core->deferred, deferred_link) {
+    TAILQ_FOREACH (b, &core->freeing.deferred, deferred_link) {
         HOLDS(c, b->refs == 0 && !b->free);
         n += b->extent == e;
     }
@@ -308,7 +308,7 @@ static void audit_givers(struct kvq__check *c, const struct kvq__core *core)
     const struct kvq__session *s;
     const struct kvq__block *b;
     uint32_t givers = 0, given = 0, marked = 0;
-    TAILQ_FOREACH (s, &core->givers, giver.link) {
+    TAILQ_FOREACH (s, &core->freeing.givers, giver.link) {
         HOLDS(c, s->giver.listed);
         givers++;
         LIST_FOREACH (b, &s->giver.given, given_link) {
@@ -316,9 +316,9 @@ static void audit_givers(struct kvq__check *c, const struct kvq__core *core)
             given++;
         }
     }
-    TAILQ_FOREACH (b, &core->deferred, deferred_link)
+    TAILQ_FOREACH (b, &core->freeing.deferred, deferred_link)
         marked += b->given_link.le_prev != NULL;
-    HOLDS(c, givers == core->n_givers && given == marked);
+    HOLDS(c, givers == core->freeing.n_givers && given == marked);
 }
 
 // What the extent's blocks add up to.
@@ -714,7 +714,7 @@ static void audit_claims(struct kvq__check *c, const struct kvq__core *core)
     const struct kvq__queue *q;
     struct kvq__handle *h;
     uint64_t claims = 0, claimed = 0;
-    TAILQ_FOREACH (q, &core->waiters, waiter_link) {
+    TAILQ_FOREACH (q, &core->room.waiters, waiter_link) {
         HOLDS(c, q->turn.claims == q->turn.listed);
         for (uint32_t i = 0; i < q->header.count; i++) {
             const struct kvq__session *of = q->work[i].claim.session;
@@ -736,12 +736,12 @@ static void audit_waiters(struct kvq__check *c, const struct kvq__core *core)
     const struct kvq__queue *q;
     uint64_t last = 0;
     uint32_t n = 0;
-    TAILQ_FOREACH (q, &core->waiters, waiter_link) {
+    TAILQ_FOREACH (q, &core->room.waiters, waiter_link) {
         HOLDS(c, q->turn.in_line && q->turn.ticket > last);
         last = q->turn.ticket;
         n++;
     }
-    HOLDS(c, n == core->n_waiters);
+    HOLDS(c, n == core->room.n_waiters);
     audit_claims(c, core);
 }
 
@@ -757,13 +757,13 @@ void kvq__check_core(struct kvq__check *c, const struct kvq__core *core)
         t.used -= core->pools[i].used_bytes;
     HOLDS(c, t.used == 0);
     HOLDS(c, t.sessions == core->n_sessions && t.prepared == core->n_prepared);
-    HOLDS(c, t.offloaded == core->n_offloaded);
-    HOLDS(c, t.tokens == core->tokens && t.unsaved == core->n_unsaved);
+    HOLDS(c, t.offloaded == core->disk.n_offloaded);
+    HOLDS(c, t.tokens == core->tokens && t.unsaved == core->unsaved.n);
     for (uint32_t i = 0; i < core->n_pools; i++)
         HOLDS(c, t.on[i] == core->pools[i].sessions);
     audit_pools(c, core);
-    HOLDS(c,
-          !TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->deferred) || core->release_left == 0);
+    HOLDS(c, !TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->freeing.deferred) ||
+                 core->freeing.left == 0);
     audit_ended(c, core);
     audit_clients(c, core);
     audit_waiters(c, core);

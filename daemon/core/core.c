@@ -121,8 +121,9 @@ static void close_memory(struct kvq__core *core)
     for (uint32_t i = 0; i < core->n_pools; i++)
         kvq__extents_close(core, &core->pools[i]);
     kvq__lookup_close(core);
-    kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
-    kvq__deallocate(core, core->pack_errors, KVQ_MAX_PACK_ERRORS * sizeof *core->pack_errors);
+    kvq__deallocate(core, core->packing.packer.pages,
+                    KVQ__PACKER_PAGES * sizeof *core->packing.packer.pages);
+    kvq__deallocate(core, core->packing.errors, KVQ_MAX_PACK_ERRORS * sizeof *core->packing.errors);
     struct kvq__memory_ops memory = core->config.memory;
     memory.deallocate(memory.context, core, sizeof *core);
 }
@@ -130,9 +131,10 @@ static void close_memory(struct kvq__core *core)
 // What pools, packer and its samples need of bookkeeping memory.
 static int open_core_memory(struct kvq__core *core)
 {
-    core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
-    core->pack_errors = kvq__allocate(core, KVQ_MAX_PACK_ERRORS * sizeof *core->pack_errors);
-    bool enough = core->packer.pages && core->pack_errors && kvq__lookup_open(core) == 0;
+    core->packing.packer.pages =
+        kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packing.packer.pages);
+    core->packing.errors = kvq__allocate(core, KVQ_MAX_PACK_ERRORS * sizeof *core->packing.errors);
+    bool enough = core->packing.packer.pages && core->packing.errors && kvq__lookup_open(core) == 0;
     for (uint32_t i = 0; i < core->n_pools && enough; i++) {
         struct kvq__pool *pool = &core->pools[i];
         uint64_t smallest = pool->gpu ? pool->extent_bytes : KVQ__SMALLEST_EXTENT;
@@ -155,24 +157,24 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     core->config = c;
     core->up = &upward;
     open_pools(core);
-    TAILQ_INIT(&core->deferred);
-    TAILQ_INIT(&core->givers);
-    TAILQ_INIT(&core->ended);
+    TAILQ_INIT(&core->freeing.deferred);
+    TAILQ_INIT(&core->freeing.givers);
+    TAILQ_INIT(&core->freeing.ended);
     TAILQ_INIT(&core->finishing);
-    core->release_left = c.release_work;
+    core->freeing.left = c.release_work;
     TAILQ_INIT(&core->clients);
     TAILQ_INIT(&core->namespaces);
     TAILQ_INIT(&core->flights);
-    TAILQ_INIT(&core->pack_queue);
-    TAILQ_INIT(&core->tickets);
+    TAILQ_INIT(&core->packing.host);
+    TAILQ_INIT(&core->tickets.list);
     kvq__forgets_open(core);
-    TAILQ_INIT(&core->prompts);
-    core->last_stamp = c.run;
-    TAILQ_INIT(&core->waiters);
+    TAILQ_INIT(&core->prompts.list);
+    core->last.stamp = c.run;
+    TAILQ_INIT(&core->room.waiters);
     kvq__dues_open(core);
     for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
-        TAILQ_INIT(&core->unsaved[i]);
-    TAILQ_INIT(&core->gpu_packs);
+        TAILQ_INIT(&core->unsaved.lists[i]);
+    TAILQ_INIT(&core->packing.gpus);
     TAILQ_INIT(&core->seals);
     if (open_core_memory(core) < 0) {
         close_memory(core);
@@ -198,7 +200,7 @@ void kvq__core_close(struct kvq__core **pointer)
     while ((client = TAILQ_FIRST(&core->clients)))
         kvq__client_detach(client);
     kvq__work_streams_drain(core);
-    assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
+    assert(!core->packing.packer.session && TAILQ_EMPTY(&core->flights));
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s,
@@ -208,18 +210,19 @@ void kvq__core_close(struct kvq__core **pointer)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         kvq__prefixes_close(core, ns);
     kvq__work_streams_close(core);
-    assert(LIST_EMPTY(&core->saves) && LIST_EMPTY(&core->restores));
+    assert(LIST_EMPTY(&core->disk.saves) && LIST_EMPTY(&core->disk.restores));
     kvq__stagings_close(core);
     kvq__pools_trim(core, 0, UINT64_MAX);
     for (uint32_t i = 0; i < core->n_pools; i++)
         assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);
     assert(core->n_sessions == 0 && core->n_steps == 0 && core->tokens == 0);
-    assert(core->n_unsaved == 0 && core->n_prepared == 0 && core->n_committing == 0);
-    assert(core->n_moving == 0 && core->n_demoted == 0 && core->n_loading == 0);
-    assert(core->n_prompts == 0 && TAILQ_EMPTY(&core->prompts));
-    assert(core->n_fetch_wanted == 0 && core->n_reading == 0 && core->n_turning_back == 0);
-    assert(core->n_offloaded == 0 && TAILQ_EMPTY(&core->tickets) && core->n_givers == 0);
-    assert(TAILQ_EMPTY(&core->deferred) && TAILQ_EMPTY(&core->ended));
+    assert(core->unsaved.n == 0 && core->n_prepared == 0 && core->n_committing == 0);
+    assert(core->moving.n == 0 && core->moving.n_demoted == 0 && core->disk.n_loading == 0);
+    assert(core->prompts.n == 0 && TAILQ_EMPTY(&core->prompts.list));
+    assert(core->disk.n_wanted == 0 && core->disk.n_reading == 0 && core->disk.n_turning_back == 0);
+    assert(core->disk.n_offloaded == 0 && TAILQ_EMPTY(&core->tickets.list) &&
+           core->freeing.n_givers == 0);
+    assert(TAILQ_EMPTY(&core->freeing.deferred) && TAILQ_EMPTY(&core->freeing.ended));
     assert(TAILQ_EMPTY(&core->finishing));
     kvq__namespaces_close(core);
     close_memory(core);
@@ -257,11 +260,11 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
         core->config.fault(core->config.context, kvq__gpu_uuid_text(gpu), fault);
     }
     bool busy = false;
-    LIST_FOREACH (stream, &core->streams, link)
+    LIST_FOREACH (stream, &core->streams.used, link)
         busy |= stream->gpu == gpu && kvq__work_stream_busy(stream);
     if (!busy)
         kvq__gpu_sweep(gpu);
-    LIST_FOREACH (stream, &core->streams, link)
+    LIST_FOREACH (stream, &core->streams.used, link)
         if (stream->gpu == gpu && stream->client && kvq__work_stream_stalls(stream))
             tell_stalled(core, stream);
 }
@@ -291,8 +294,8 @@ bool kvq__core_poll(struct kvq__core *core)
 {
     struct kvq__work_stream *stream, *next;
     bool any = kvq__pools_poll(core);
-    assert(core->n_offloaded <= core->n_sessions && core->n_moving <= core->n_sessions);
-    for (stream = LIST_FIRST(&core->streams); stream; stream = next) {
+    assert(core->disk.n_offloaded <= core->n_sessions && core->moving.n <= core->n_sessions);
+    for (stream = LIST_FIRST(&core->streams.used); stream; stream = next) {
         next = LIST_NEXT(stream, link);
         any |= kvq__work_stream_poll(stream);
     }
@@ -311,7 +314,7 @@ bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *c
     struct kvq__work_stream *stream;
     bool any = false;
     assert(wake);
-    LIST_FOREACH (stream, &core->streams, link)
+    LIST_FOREACH (stream, &core->streams.used, link)
         any |= kvq__work_stream_wake(stream, wake, context);
     return any;
 }

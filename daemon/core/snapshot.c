@@ -32,12 +32,13 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
 void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
 {
     const struct kvq__queue *q;
-    assert(core->n_offloaded <= core->n_sessions && core->n_demoted <= core->n_sessions);
+    assert(core->disk.n_offloaded <= core->n_sessions &&
+           core->moving.n_demoted <= core->n_sessions);
     *counts = core->counts;
-    counts->offloaded_now = core->n_offloaded;
-    counts->demoted_now = core->n_demoted;
-    counts->unsaved_now = core->n_unsaved;
-    TAILQ_FOREACH (q, &core->waiters, waiter_link)
+    counts->offloaded_now = core->disk.n_offloaded;
+    counts->demoted_now = core->moving.n_demoted;
+    counts->unsaved_now = core->unsaved.n;
+    TAILQ_FOREACH (q, &core->room.waiters, waiter_link)
         counts->waiting_for_room_now += q->turn.listed;
 }
 
@@ -63,7 +64,7 @@ uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *
 
 struct kvq__newest kvq__core_newest(const struct kvq__core *core)
 {
-    return (struct kvq__newest){core->last_namespace, core->last_session, core->last_client};
+    return (struct kvq__newest){core->last.namespace, core->last.session, core->last.client};
 }
 
 uint32_t kvq__core_sessions(struct kvq__core *core, const struct kvq__peer *peer,

@@ -123,7 +123,7 @@ TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
 TAILQ_HEAD(kvq__waiters, kvq__queue);
 
-// How far what was freed has been shown to core->waiters.
+// How far what was freed has been shown to core->room.waiters.
 struct kvq__shown {
     struct kvq__queue *next;      // those before it have seen it; NULL: all have
     uint64_t freed, extents_made; // the core's counts then
@@ -222,86 +222,135 @@ enum kvq__ticket_kind {
     KVQ__TICKET_KINDS,
 };
 
+// The core. What one room keeps stands together, with the file that writes it.
 struct kvq__core {
     struct kvq__core_config config;
     const struct kvq__upward *up;
-    struct kvq__lookup lookup;
-    struct kvq__session_bucket due_lists[KVQ__DUE_SLOTS + 1];
-    struct kvq__session_bucket *dues[KVQ__DUE_SLOTS]; // all of these but one,
-    struct kvq__session_bucket *due_now; // of the slot before due_slot, those yet to be looked at
-    uint64_t due_slot;                   // the first slot that may have sessions; see due.c
-    struct kvq__session_list seals; // sessions whose next page may be final, and go to the index
-    struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
-    uint32_t n_pools;
-    struct kvq__block_row
-        deferred; // by retired.at; some stand behind others that are retired later
-    struct kvq__session_list givers; // that may have blocks there (session->giver.given)
-    uint32_t n_givers;
-    struct kvq__session_list ended;     // sessions whose memory is yet to be freed, oldest first
-    struct kvq__session_list finishing; // ended sessions, before they are there (finish.c)
-    uint64_t release_left;              // work left for freeing in this turn (ended.c)
-    uint64_t released;                  // work that freeing has taken in all
-    uint64_t shortage_looks;            // calls of kvq__shortage_counts; for tests
     uint64_t now;
-    bool draining, faulted;
-    uint64_t refusal_event_at; // when a refused launch was told last
+    bool draining, faulted, closing;
+    struct kvq__lookup lookup;
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
-    struct kvq__flight_list flights;                      // oldest first
-    LIST_HEAD(, kvq__work_stream) streams, spare_streams; // spare: no client has them any more
-    struct kvq__stream_use *common_use; // of the stream that work streams share, for each GPU
-    uint64_t last_flight, last_namespace, last_client, last_session, last_serial;
-    struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
-    LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
-    struct kvq__queue *background; // no client's: background packing goes through it; NULL: no GPU
-    struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
-    uint64_t tokens;                                      // of all sessions
-    struct kvq__session_list unsaved[KVQ__UNSAVED_LISTS]; // KVQ__SAVED is empty
-    uint32_t n_unsaved;                                   // in all of them
-    uint64_t unsaved_asks;                                // how often kvq__core_unsaved was called
-    uint32_t n_prepared;                                  // sessions that wait for their groups
-    uint32_t n_committing;                                // sessions with a STEP under way on a GPU
-    uint32_t n_moving;                                    // sessions that have a move
-    TAILQ_HEAD(, kvq__ticket) tickets;                    // the oldest first
-    uint32_t n_tickets[KVQ__TICKET_KINDS];                // of each kind, those over included
-    uint64_t last_ticket_id;
-    struct kvq__mover *mover; // made at the first move
-    uint32_t n_demoted;       // sessions that have a home elsewhere
-    uint32_t n_loading;       // sessions with layers that are yet to be read
-    struct kvq__forgets forgets;
-    uint32_t n_fetch_wanted, n_reading; // of all namespaces
-    struct kvq__session_list prompts;   // whose prompts may hold memory (exact.c)
-    uint32_t n_prompts;
-    uint32_t n_offloaded;
-    uint64_t last_stamp;
-    bool closing;
-    LIST_HEAD(, kvq__save) saves;
-    LIST_HEAD(, kvq__restore) restores;
-    uint32_t n_turning_back;            // of these
-    LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
-    uint64_t extents_made;              // changes when extents that requests wait for are there
-    uint64_t freed;              // changes whenever a block has become free, or an eviction ended
-    struct kvq__waiters waiters; // queues whose requests wait for room, or have; the oldest first
-    uint32_t n_waiters;
-    struct kvq__shown shown;
-    uint64_t next_try; // of one of them from the start, unless there seems to be room
-    uint64_t last_ticket, last_attempt;
-    uint64_t counted_layers; // that counts of needs have visited so far; for tests
-    uint64_t last_check;     // of a STEP for sessions in several entries
-    struct kvq__evicting evicting[1 + KVQ_MAX_GPUS][KVQ__EVICT_AT_ONCE]; // of each pool
-    uint32_t n_evicting;                                                 // in all of them
-    uint64_t evictions_ended; // of all that were begun, whatever came of it
-    uint64_t evict_looks;     // looks for a session that may go,
-    uint64_t evict_work;      // layers and blocks that these have visited so far,
-    uint64_t look_work;       // and those of the last look
-    struct kvq__demand demands[1 + KVQ_MAX_GPUS]; // of each pool
-    uint64_t demote_after;                        // there was no room on the host; not before then
+    uint64_t tokens; // of all sessions
     struct kvq__counts counts;
     struct kvq__refused refused; // requests of rings
-    struct kvq__pack_sample pack_sample;
-    struct kvq__pack_error *pack_errors; // room for KVQ_MAX_PACK_ERRORS
-    uint32_t n_pack_errors;
+    // The last number, serial or stamp that was given out. A STEP has one of `check`, by which it
+    // finds sessions that stand in several of its entries.
+    struct {
+        uint64_t flight, namespace, client, session, serial, check, stamp;
+    } last;
+
+    // ---- mem/ ----
+
+    struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
+    uint32_t n_pools;
+    struct kvq__flight_list flights; // oldest first
+    // Blocks and sessions whose memory is yet to be freed (pool.c, ended.c).
+    struct {
+        struct kvq__block_row deferred;  // by retired.at; some stand behind others, retired later
+        struct kvq__session_list givers; // that may have blocks there (session->giver.given)
+        uint32_t n_givers;
+        struct kvq__session_list ended; // the oldest first
+        uint64_t left;                  // work left for it in this turn
+        uint64_t done;                  // work that it has taken in all
+        uint64_t shortage_looks;        // calls of kvq__shortage_counts; for tests
+    } freeing;
+
+    // ---- gpu/ ----
+
+    uint64_t refusal_event_at; // when a refused launch was told last
+    // Work streams (session/work_stream.c).
+    struct {
+        LIST_HEAD(, kvq__work_stream) used, spare; // spare: no client has them any more
+        struct kvq__stream_use *common;            // what they share, for each GPU
+    } streams;
+
+    // ---- session/ ----
+
+    // Sessions whose time comes (due.c).
+    struct {
+        struct kvq__session_bucket lists[KVQ__DUE_SLOTS + 1];
+        struct kvq__session_bucket *slots[KVQ__DUE_SLOTS]; // all of these but one,
+        struct kvq__session_bucket *now; // of the slot before `slot`, those yet to be looked at
+        uint64_t slot;                   // the first slot that may have sessions
+    } due;
+    // Whose prompts may hold memory (exact.c).
+    struct {
+        struct kvq__session_list list;
+        uint32_t n;
+    } prompts;
+    struct kvq__session_list seals; // sessions whose next page may be final, and go to the index
+    struct kvq__session_list finishing;    // ended sessions, before they are there (finish.c)
+    LIST_HEAD(, kvq__table) closed_tables; // that requests under way still use
+
+    // ---- request/ ----
+
+    uint32_t n_prepared;   // sessions that wait for their groups
+    uint32_t n_committing; // sessions with a STEP under way on a GPU
+    // Packing (pack.c, gpu_pack.c, pack_error.c).
+    struct {
+        struct kvq__session_list host, gpus;
+        struct kvq__queue *queue; // no client's: what nobody asks for goes through it; NULL: no GPU
+        struct kvq__packer packer;
+        struct kvq__pack_sample sample;
+        struct kvq__pack_error *errors; // room for KVQ_MAX_PACK_ERRORS
+        uint32_t n_errors;
+    } packing;
+    // What requests wait for (admission.c).
+    struct {
+        uint64_t extents_made; // changes when extents that requests wait for are there
+        uint64_t freed;        // changes whenever a block has become free, or an eviction ended
+        struct kvq__waiters waiters; // queues whose requests wait, or have; the oldest first
+        uint32_t n_waiters;
+        struct kvq__shown shown;
+        uint64_t next_try; // of one of them from the start, unless there seems to be room
+        uint64_t last_ticket, last_attempt;
+        uint64_t counted_layers; // that counts of needs have visited so far; for tests
+    } room;
+
+    // ---- residency/ ----
+
+    // Sessions that go to make room (evict.c).
+    struct {
+        struct kvq__evicting places[1 + KVQ_MAX_GPUS][KVQ__EVICT_AT_ONCE]; // of each pool
+        uint32_t n;                                                        // in all of them
+        uint64_t ended;     // of all that were begun, whatever came of it
+        uint64_t looks;     // looks for a session that may go,
+        uint64_t work;      // layers and blocks that these have visited so far,
+        uint64_t last_work; // and those of the last look
+        struct kvq__demand demands[1 + KVQ_MAX_GPUS]; // of each pool
+        uint64_t demote_after; // there was no room on the host; not before then
+    } evict;
+    // What is on its way (ticket.c).
+    struct {
+        TAILQ_HEAD(, kvq__ticket) list; // the oldest first
+        uint32_t n[KVQ__TICKET_KINDS];  // of each kind, those over included
+        uint64_t last;
+    } tickets;
+    // Sessions between places (move.c, demote.c).
+    struct {
+        struct kvq__mover *mover; // made at the first move
+        uint32_t n;               // sessions that have a move
+        uint32_t n_demoted;       // sessions that have a home elsewhere
+    } moving;
+    // What has changed since it was saved (unsaved.c).
+    struct {
+        struct kvq__session_list lists[KVQ__UNSAVED_LISTS]; // KVQ__SAVED is empty
+        uint32_t n;                                         // in all of them
+        uint64_t asks; // how often kvq__core_unsaved was called
+    } unsaved;
+    // Between memory and disk (save.c, restore.c, park.c, park_orders.c, staging.c).
+    struct {
+        LIST_HEAD(, kvq__save) saves;
+        LIST_HEAD(, kvq__restore) restores;
+        uint32_t n_turning_back;            // of these
+        LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
+        struct kvq__forgets forgets;
+        uint32_t n_offloaded;         // sessions that are parked
+        uint32_t n_wanted, n_reading; // of all namespaces
+        uint32_t n_loading;           // sessions with layers that are yet to be read
+    } disk;
 };
 
 #endif

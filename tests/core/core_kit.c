@@ -438,7 +438,7 @@ void kit_load(struct member *m, const struct kvq_request *header,
 int kit_go_on(struct member *m, enum kvq__progress p)
 {
     while (p == KVQ__RUN || p == KVQ__GPU || p == KVQ__AGAIN ||
-           (p == KVQ__WAIT && !TAILQ_EMPTY(&m->kit->core->ended))) {
+           (p == KVQ__WAIT && !TAILQ_EMPTY(&m->kit->core->freeing.ended))) {
         m->kit->again += p == KVQ__AGAIN;
         if (p == KVQ__WAIT) // it may be for the memory of what has ended
             kit_poll(m->kit->core);

@@ -198,5 +198,5 @@ int park_predict(const struct sim *sim, const struct track *t)
 
 bool park_waits(const struct sim *sim)
 {
-    return sim->kit.core->n_fetch_wanted || sim->keep.ordered;
+    return sim->kit.core->disk.n_wanted || sim->keep.ordered;
 }

@@ -76,12 +76,12 @@ TEST(sums)
 {
     struct kvq__core *core = kit.core;
     ASSERT_FINDS(core->n_sessions, 2, "core->n_sessions");
-    ASSERT_FINDS(core->n_offloaded, 1, "core->n_offloaded");
+    ASSERT_FINDS(core->disk.n_offloaded, 1, "core->disk.n_offloaded");
     ASSERT_FINDS(core->tokens, 299, "core->tokens");
-    ASSERT_FINDS(core->n_unsaved, 7, "core->n_unsaved");
+    ASSERT_FINDS(core->unsaved.n, 7, "core->unsaved.n");
     ASSERT_FINDS(core->n_clients, 0, "core->n_clients");
     ASSERT_FINDS(core->n_steps, 1, "core->n_steps");
-    ASSERT_FINDS(core->n_givers, 1, "core->n_givers");
+    ASSERT_FINDS(core->freeing.n_givers, 1, "core->freeing.n_givers");
     ASSERT_FINDS(core->pools[0].sessions, 0, "core->pools[i].sessions");
     ASSERT_FINDS(core->pools[0].used_bytes, core->pools[0].used_bytes + 64, ".used == 0");
     ASSERT_FINDS(core->pools[0].extents_taken, 0, "extents_taken");

@@ -76,12 +76,12 @@ TEST(test_turns)
     assert_true(kit.core->counts.promoted >= 8);
     assert_int_equal(kit.core->counts.refused_for_room, 0);
     assert_int_equal(kit.core->counts.demoted_bytes, kit.core->counts.demoted * SESSION_BYTES);
-    assert_int_equal(kit.core->n_demoted, 2);
+    assert_int_equal(kit.core->moving.n_demoted, 2);
     // They go on where they are wanted, and are dropped wherever they are.
     for (uint32_t i = 0; i < 6; i++)
         kit_drop(of[i], handles[i]);
     rest();
-    assert_int_equal(kit.core->n_demoted, 0);
+    assert_int_equal(kit.core->moving.n_demoted, 0);
 }
 
 // A request that names two sessions which have gone waits for room for both.
@@ -155,12 +155,12 @@ SAVING_TEST(test_in_use)
     for (uint32_t i = 0; i < 3; i++)
         kvq__session_ref(kit_of(&m, handles[i])); // as requests under way do
     pass(2 * SECOND);
-    uint64_t moved = kit.core->last_ticket_id;
+    uint64_t moved = kit.core->tickets.last;
     int rc = begin(&m, handles[3], 9, 1, 0); // and its own is not to go
     assert_int_equal(rc, 1);
     assert_int_equal(finish(&m, rc), KVQ_E_NO_MEMORY);
     assert_int_equal(refused(), 1);
-    assert_int_equal(kit.core->last_ticket_id, moved);
+    assert_int_equal(kit.core->tickets.last, moved);
     assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 1);
     rc = begin(&m, handles[3], 99, 1, 0);
     assert_int_equal(rc, 1);
@@ -179,7 +179,7 @@ SAVING_TEST(test_too_much)
     pass(2 * SECOND);
     assert_int_equal(begin(&m, b, 9, 4 * SESSION, 10 * SECOND), 0);
     assert_int_equal(status_of(&m), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->last_ticket_id, 0);
+    assert_int_equal(kit.core->tickets.last, 0);
 }
 
 // Nobody goes for a request that would not fit even then.
@@ -192,7 +192,7 @@ SAVING_TEST(test_in_vain)
     pass(2 * SECOND);
     int rc = begin(&other, opened(&other, "x"), 9, 3 * SESSION, 0);
     assert_int_equal(finish(&other, rc), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->last_ticket_id, 0);
+    assert_int_equal(kit.core->tickets.last, 0);
     kvq__session_unref(kit_of(&m, handles[0]));
     kvq__session_unref(kit_of(&m, handles[1]));
 }
@@ -205,7 +205,7 @@ SAVING_TEST(test_too_young)
     assert_int_equal(begin(&m, handles[0], 9, 1, 0), 1);
     pass(500 * MS);
     assert_int_equal(kit_again(&m), 1);
-    assert_int_equal(kit.core->last_ticket_id, 0);
+    assert_int_equal(kit.core->tickets.last, 0);
     pass(501 * MS);
     assert_int_equal(finish(&m, kit_again(&m)), 0);
     assert_int_equal(evicted(), 1);
@@ -247,7 +247,7 @@ SAVING_TEST(test_flag)
     }
     pass(101 * MS);
     assert_int_equal(kit_again(&other), KVQ_E_DEADLINE);
-    assert_true(TAILQ_EMPTY(&kit.core->waiters));
+    assert_true(TAILQ_EMPTY(&kit.core->room.waiters));
     // Somebody frees some.
     r.deadline_ns = kit.now + SECOND;
     assert_int_equal(kit_request(&other, &r, &e), 1);
@@ -271,7 +271,7 @@ SAVING_TEST(test_ending)
     assert_int_equal(kit_again(&other), 1);
     kvq__queue_ending(other.queue);
     assert_int_equal(kit_again(&other), KVQ_E_CANCELLED);
-    assert_true(TAILQ_EMPTY(&kit.core->waiters));
+    assert_true(TAILQ_EMPTY(&kit.core->room.waiters));
     let_go(handles);
     core_check(kit.core);
 }
@@ -329,7 +329,7 @@ SAVING_TEST(test_order_beside_a_limit)
     kvq__session_unref(s[0]);
     kit_drop(&m, handles[0]);
     (void)kit_again(&third);
-    const bool looked = third.queue->turn.seen == kit.core->freed;
+    const bool looked = third.queue->turn.seen == kit.core->room.freed;
     for (uint32_t i = 1; i < 4; i++)
         kvq__session_unref(s[i]);
     kvq__queue_ending(m.queue);
@@ -349,7 +349,7 @@ SAVING_TEST(test_each_other)
     assert_int_equal(begin(&other, b, 99, SESSION, 60 * SECOND), 1);
     pass(1100 * MS);
     assert_int_equal(kit_again(&other), 1); // may not have a, which came first
-    assert_int_equal(kit.core->last_ticket_id, 0);
+    assert_int_equal(kit.core->tickets.last, 0);
     assert_int_equal(finish(&m, kit_again(&m)), 0); // may have b
     assert_int_equal(kit_again(&other), 1);
     assert_false(is_home(&other, b));

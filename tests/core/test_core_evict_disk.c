@@ -145,12 +145,12 @@ SAVING_TEST(test_above)
     for (uint32_t i = 0; i < 3; i++)
         fed(&m, "");
     kvq__core_tick(kit.core);
-    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 0); // too young
+    assert_int_equal(kit.core->tickets.n[KVQ__TICKET_PARK], 0); // too young
     pass(2 * SECOND);
     kvq__core_tick(kit.core);
-    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1);
+    assert_int_equal(kit.core->tickets.n[KVQ__TICKET_PARK], 1);
     kvq__core_tick(kit.core);
-    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1); // one at a time
+    assert_int_equal(kit.core->tickets.n[KVQ__TICKET_PARK], 1); // one at a time
     poll_core();
     kvq__core_tick(kit.core);
     poll_core();
@@ -167,16 +167,16 @@ SAVING_TEST(test_side_by_side)
     fill_home(handles);
     pass(2 * SECOND);
     assert_int_equal(begin(&other, x, 9, 2 * SESSION, 0), 1);
-    assert_int_equal(kit.core->n_evicting, 2);
-    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 2);
+    assert_int_equal(kit.core->evict.n, 2);
+    assert_int_equal(kit.core->tickets.n[KVQ__TICKET_PARK], 2);
     pass(10 * MS);
     assert_int_equal(kit_again(&other), 1);
     assert_int_equal(begin(&m, y, 9, SESSION, 0), 1);
-    assert_int_equal(kit.core->n_evicting, 3);
+    assert_int_equal(kit.core->evict.n, 3);
     assert_int_equal(finish(&other, 1), 0);
     assert_int_equal(finish(&m, kit_again(&m)), 0);
     assert_int_equal(counts().parked_room, 3);
-    assert_int_equal(kit.core->n_evicting, 0);
+    assert_int_equal(kit.core->evict.n, 0);
     assert_int_equal(refused(), 0);
     leave_step(&other, x);
     leave_step(&m, y);
@@ -199,18 +199,18 @@ SAVING_TEST(test_shares)
     pass(2 * SECOND);
     uint64_t x = opened(&m, "x"), y = opened(&stranger, "y");
     assert_int_equal(begin(&m, x, 9, 2 * HALF * SESSION, 0), 1);
-    assert_int_equal(kit.core->n_evicting, HALF);
+    assert_int_equal(kit.core->evict.n, HALF);
     assert_int_equal(begin(&other, opened(&other, "z"), 9, SESSION, 0), 1); // of the same one
-    assert_int_equal(kit.core->n_evicting, HALF);
-    uint64_t looks = kit.core->evict_looks;
+    assert_int_equal(kit.core->evict.n, HALF);
+    uint64_t looks = kit.core->evict.looks;
     for (uint32_t i = 0; i < 10; i++) {
         pass(60 * MS);
         assert_int_equal(kit_again(&m), 1);
         assert_int_equal(kit_again(&other), 1);
     }
-    assert_int_equal(kit.core->evict_looks, looks);
+    assert_int_equal(kit.core->evict.looks, looks);
     assert_int_equal(begin(&stranger, y, 9, 2 * HALF * SESSION, 0), 1);
-    assert_int_equal(kit.core->n_evicting, 2 * HALF);
+    assert_int_equal(kit.core->evict.n, 2 * HALF);
     assert_int_equal(begin(&limited, opened(&limited, ""), 9, SESSION, 0), 1);
     assert_null(its->park);
     assert_int_equal(finish(&m, kit_again(&m)), 0);
@@ -562,11 +562,11 @@ SAVING_TEST(test_no_ticket)
     uint64_t handles[4], x = opened(&other, "x");
     fill_home(handles);
     pass(2 * SECOND);
-    uint64_t looks = kit.core->evict_looks;
+    uint64_t looks = kit.core->evict.looks;
     kit.fail_one_in = 1;
     assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
     kit.fail_one_in = 0;
-    assert_in_range(kit.core->evict_looks - looks, 1, 2);
+    assert_in_range(kit.core->evict.looks - looks, 1, 2);
     for (uint32_t i = 0; i < 4; i++)
         assert_int_equal(kit_of(&m, handles[i])->evict.try_after, 0);
     pass(10 * MS);
@@ -605,23 +605,23 @@ SAVING_TEST(test_looks)
     hold_all(handles);
     pass(2 * SECOND);
     assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
-    uint64_t looks = kit.core->evict_looks;
+    uint64_t looks = kit.core->evict.looks;
     for (uint32_t i = 0; i < 1000; i++) { // 100 ms, in which blocks come free all the time
         pass(MS / 10);
-        kit.core->freed++;
+        kit.core->room.freed++;
         assert_int_equal(kit_again(&other), 1);
     }
-    assert_in_range(kit.core->evict_looks - looks, 2, 100 / 5 * 2 + 2);
+    assert_in_range(kit.core->evict.looks - looks, 2, 100 / 5 * 2 + 2);
     let_go(handles);
     pass(10 * MS);
     assert_int_equal(kit_again(&other), 1);
-    assert_int_equal(kit.core->n_evicting, 1);
-    looks = kit.core->evict_looks;
+    assert_int_equal(kit.core->evict.n, 1);
+    looks = kit.core->evict.looks;
     for (uint32_t i = 0; i < 100; i++) {
         pass(10 * MS);
         assert_int_equal(kit_again(&other), 1);
     }
-    assert_int_equal(kit.core->evict_looks, looks);
+    assert_int_equal(kit.core->evict.looks, looks);
     assert_int_equal(finish(&other, 1), 0);
     leave_step(&other, x);
 }
@@ -637,16 +637,16 @@ SAVING_TEST(test_looks_while_some_go)
     pass(2 * SECOND);
     assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
     assert_int_equal(begin(&m, y, 9, 3 * SESSION, 0), 1);
-    assert_int_equal(kit.core->n_evicting, 1);
-    uint64_t looks = kit.core->evict_looks;
+    assert_int_equal(kit.core->evict.n, 1);
+    uint64_t looks = kit.core->evict.looks;
     for (uint32_t i = 0; i < 100; i++) { // 10 ms
         pass(MS / 10);
-        kit.core->freed++;
-        kit.core->evictions_ended++;
+        kit.core->room.freed++;
+        kit.core->evict.ended++;
         assert_int_equal(kit_again(&other), 1);
         assert_int_equal(kit_again(&m), 1);
     }
-    assert_in_range(kit.core->evict_looks - looks, 1, 10 / 5 * 2 + 2);
+    assert_in_range(kit.core->evict.looks - looks, 1, 10 / 5 * 2 + 2);
     for (uint32_t i = 2; i < 4; i++)
         kvq__session_unref(kit_of(&m, handles[i]));
     assert_int_equal(finish(&other, kit_again(&other)), 0);
@@ -687,9 +687,9 @@ SAVING_TEST(test_given_up)
     struct kvq__flight flight = {0};
     struct kvq__session *s = give_up(handles, &flight);
     assert_int_equal(begin(&other, x, 9, SESSION, 0), 1); // as much as that
-    assert_int_equal(kit.core->last_ticket_id, 0);
+    assert_int_equal(kit.core->tickets.last, 0);
     assert_int_equal(begin(&m, handles[2], 9, SESSION + PAGE, 0), 1); // more
-    assert_int_equal(kit.core->last_ticket_id, 1);
+    assert_int_equal(kit.core->tickets.last, 1);
     read_up(s, &flight);
     assert_int_equal(finish(&other, kit_again(&other)), 0);
     leave_step(&other, x);
@@ -706,7 +706,7 @@ SAVING_TEST(test_given_up_above_a_limit)
     struct kvq__session *s = give_up(handles, &flight);
     kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 3 * SESSION_BYTES);
     kvq__core_tick(kit.core);
-    assert_int_equal(kit.core->n_evicting, 1);
+    assert_int_equal(kit.core->evict.n, 1);
     read_up(s, &flight);
     rest();
 }

@@ -236,7 +236,7 @@ KIT_TEST(test_very_many)
         assert_int_equal(kit_step(&m, a, EACH, 1, DIM), 0);
         held += kvq__exact_bytes(kit_of(&m, a));
     }
-    assert_int_equal(kit.core->n_prompts, N);
+    assert_int_equal(kit.core->prompts.n, N);
     kit.core->pools[0].budget = pool->extents_taken;
     uint64_t looks = kit.core->lookup.looks, most = 0;
     int rc = begin(&other, b, (uint32_t)(held * 3 / 4 / (4 * DIM)));
@@ -323,7 +323,7 @@ KIT_TEST(test_ended)
     kit_pack(&kit);
     assert_int_equal(kvq__exact_bytes(s), 0);
     assert_int_equal(kit_step(&m, a, 1, HEADS, DIM), 0);
-    assert_int_equal(kit.core->n_prompts, 0); // nobody looks at it any more
+    assert_int_equal(kit.core->prompts.n, 0); // nobody looks at it any more
     assert_int_equal(begin(&other, b, MORE), 0);
     assert_int_equal(kit.core->counts.prompts_packed, 0);
     assert_int_equal(s->prompt.exact, PROMPT);

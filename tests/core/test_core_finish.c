@@ -39,7 +39,7 @@ static void settle(void)
         kit_pack(&kit);
         core_check(kit.core);
     } while (kvq__core_poll(kit.core));
-    assert_true(!is_finishing() && TAILQ_EMPTY(&kit.core->ended));
+    assert_true(!is_finishing() && TAILQ_EMPTY(&kit.core->freeing.ended));
 }
 
 static uint64_t pool_used(void)
@@ -217,7 +217,7 @@ TEST(in_order)
     const struct kvq__session *s = kit_of(&one, feed_unpacked(&other, 404));
     for (uint32_t i = 0; i < 2 * s->n_layers; i++) {
         struct kvq__job *job = kvq__background_start(kit.core);
-        assert_ptr_equal(kit.core->packer.session, i < s->n_layers ? s : first);
+        assert_ptr_equal(kit.core->packing.packer.session, i < s->n_layers ? s : first);
         kit_run_job(&kit, job);
         kvq__background_done(kit.core);
         core_check(kit.core);

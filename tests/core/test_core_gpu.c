@@ -456,7 +456,7 @@ STREAM_TEST(test_gone_while_packing)
     while (kvq__work_stream_busy(work))
         kvq__core_poll(kit.core);
     assert_null(work->client);
-    assert_ptr_equal(LIST_FIRST(&kit.core->spare_streams), work);
+    assert_ptr_equal(LIST_FIRST(&kit.core->streams.spare), work);
 }
 
 // No request holds a session that a stream packs: what it had stays all the same until that ended.

@@ -513,7 +513,7 @@ static void assert_unchanged(size_t n, uint64_t bytes)
     end_moves();
     assert_ptr_equal(it()->pool, &kit.core->pools[0]);
     assert_null(it()->move);
-    assert_int_equal(kit.core->n_moving, 0);
+    assert_int_equal(kit.core->moving.n, 0);
     assert_int_equal(used(0), bytes);
     assert_int_equal(used(1), 0);
     assert_int_equal(image_of(it(), after), n);
@@ -648,7 +648,7 @@ TEST(test_others)
     const struct kvq__peer stranger = {.uid = 2000};
     assert_int_equal(kvq__move_info(kit.core, &stranger, move.id, &move, text), KVQ_E_NO_SESSION);
     kit_tick(&kit, 61000000000u);
-    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_MOVE], 0); // it has been told for long enough
+    assert_int_equal(kit.core->tickets.n[KVQ__TICKET_MOVE], 0); // it has been told for long enough
 }
 
 // ---- Parked sessions ----

@@ -52,11 +52,11 @@ SAVING_TEST(test_prompt)
     feed(a, 700);
     feed(b, 700);
     assert_int_equal(session_of(a)->prompt.exact, 1500);
-    assert_int_equal(kit.core->n_prompts, 2);
+    assert_int_equal(kit.core->prompts.n, 2);
     away(a);
-    assert_int_equal(kit.core->n_prompts, 1);
+    assert_int_equal(kit.core->prompts.n, 1);
     wake(a);
-    assert_int_equal(kit.core->n_prompts, 2);
+    assert_int_equal(kit.core->prompts.n, 2);
     go_on_alike(a, b, 0);
 }
 
@@ -227,7 +227,7 @@ SAVING_TEST(test_packed_meanwhile)
     struct kvq__save *save = begin_writing(a, &order, &ticket);
     struct kvq__job *job = kvq__background_start(kit.core);
     assert_non_null(job);
-    assert_ptr_equal(kit.core->packer.session, session_of(a));
+    assert_ptr_equal(kit.core->packing.packer.session, session_of(a));
     end_writing(save, &order);
     assert_false(kvq__is_offloaded(session_of(a)));
     assert_false(ask(ticket).finished);
@@ -524,8 +524,8 @@ SAVING_TEST(test_many_fetches)
     for (uint32_t i = 1; i < n; i++)
         kvq__fetch_failed(kit.core, jobs[i].id, KVQ_E_SYSTEM, "it failed");
     settle(); // the others
-    assert_int_equal(kit.core->n_offloaded, 33);
-    assert_int_equal(kit.core->n_fetch_wanted + kit.core->n_reading, 0);
+    assert_int_equal(kit.core->disk.n_offloaded, 33);
+    assert_int_equal(kit.core->disk.n_wanted + kit.core->disk.n_reading, 0);
     member_close(&others[0]);
     member_close(&others[1]);
 }

@@ -39,7 +39,7 @@ SAVING_TEST(test_forgotten)
     drop(asked);
     assert_int_equal(kvq__session_close(m.client, b, text), 0);
     assert_int_equal(kvq__session_close(m.client, handle, text), 0);
-    assert_int_equal(kit.core->n_offloaded, 0);
+    assert_int_equal(kit.core->disk.n_offloaded, 0);
     assert_int_equal(vault_serve(&vault, kit.core), 3);
     assert_int_equal(vault.n_sessions, 2);
     assert_true(vault_find(&vault, "kept", 0) && vault_find(&vault, "asked", 0));
@@ -235,7 +235,7 @@ SAVING_TEST(test_client_goes)
         struct kvq__restore *r = NULL;
         assert_int_equal(kvq__session_park(other.client, handle, &moved, text), 0);
         settle();
-        assert_int_equal(kit.core->n_offloaded, 1);
+        assert_int_equal(kit.core->disk.n_offloaded, 1);
         if (i > 0)
             assert_int_equal(kvq__session_prefetch(other.client, handle, &moved, text), 0);
         if (i > 1) {
@@ -362,7 +362,7 @@ SAVING_TEST(test_groups)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
     away(h[0]);
     assert_true(kvq__is_offloaded(session_of(h[1])));
-    assert_int_equal(kit.core->n_offloaded, 2);
+    assert_int_equal(kit.core->disk.n_offloaded, 2);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
     step_both(h, 100); // all are asked for at once
     assert_int_equal(session_of(h[1])->tokens, 700);

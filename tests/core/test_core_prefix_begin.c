@@ -74,7 +74,7 @@ TEST(begins_at_once)
     assert_int_equal(kvq__request_continue(two.queue), KVQ__WAIT);
     assert_int_equal(vault_layer(&vault, r, from, 2), 0);
     answer_layer(&two, 0);
-    assert_int_equal(kit.core->n_loading, 0);
+    assert_int_equal(kit.core->disk.n_loading, 0);
     kvq__restore_end(&r, 0);
     core_check(kit.core);
     assert_int_equal(kit.core->pools[0].used_bytes, used);
@@ -115,7 +115,7 @@ TEST(follows_two)
     kvq__restore_end(&all, 0);
     core_check(kit.core);
     kvq__restore_end(&few, 0);
-    assert_int_equal(kit.core->n_loading, 0);
+    assert_int_equal(kit.core->disk.n_loading, 0);
     for (uint32_t layer = 0; layer < 3; layer++) {
         attend(&two, a, layer, got);
         assert_memory_equal(got, want[layer], sizeof got);
@@ -149,7 +149,7 @@ TEST(reading_fails)
             kvq__restore_end(&r, KVQ_E_CANCELLED);
         core_check(kit.core);
         assert_int_equal(kit.core->n_sessions, 0);
-        assert_int_equal(kit.core->n_loading, 0);
+        assert_int_equal(kit.core->disk.n_loading, 0);
         assert_int_equal(lookup(&two, &spec), 0);
         spec.name = "other"; // it begins without, and goes on
         uint64_t b = open_as(&two, &spec, NULL);

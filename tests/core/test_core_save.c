@@ -251,7 +251,7 @@ TEST(test_dropped_while_it_loads)
     assert_true(kvq__restore_lost(r));
     assert_int_equal(vault_rest(&vault, &r, from), 0);
     core_check(kit.core);
-    assert_int_equal(kit.core->n_loading, 0);
+    assert_int_equal(kit.core->disk.n_loading, 0);
 }
 
 // What is good of it is what a fork there would be.

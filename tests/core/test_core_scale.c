@@ -251,9 +251,9 @@ enum { PIECE = 64, PIECE_MOST = PIECE + 64 };
 
 static uint64_t piece(void)
 {
-    uint64_t before = kit.core->released;
+    uint64_t before = kit.core->freeing.done;
     kit_poll(kit.core);
-    return kit.core->released - before;
+    return kit.core->freeing.done - before;
 }
 
 // Polls until nothing is left, and returns the pieces. None is larger than it may be.
@@ -290,7 +290,7 @@ KIT_TEST(test_forks_end_in_pieces)
     for (int way = 0; way < 3; way++) {
         struct member *who = way == 2 ? &other : &m;
         fork_many(who, way == 2 ? reader : a, 6912);
-        uint64_t before = kit.core->released;
+        uint64_t before = kit.core->freeing.done;
         for (uint32_t i = 0; way < 2 && i < MANY; i++) {
             uint64_t fork = kvq__queue_results(m.queue)[i].value;
             assert_int_equal(way ? kvq__session_drop(m.client, fork, text)
@@ -299,7 +299,7 @@ KIT_TEST(test_forks_end_in_pieces)
         }
         if (way == 2)
             kvq__client_detach(other.client);
-        assert_true(kit.core->released - before <= PIECE_MOST);
+        assert_true(kit.core->freeing.done - before <= PIECE_MOST);
         assert_int_equal(kit.core->n_sessions, 1);
         assert_int_equal(info_of().used[KVQ__SESSIONS], 1);
         assert_true(all_pieces() > MANY / 8);
@@ -354,11 +354,11 @@ KIT_TEST(test_refused_beside_what_ended)
         kit_drop(&m, kvq__queue_results(m.queue)[i].value);
     assert_true(kit.core->pools[0].n_ended > MANY / 2);
     core_check(kit.core);
-    uint64_t looks = kit.core->shortage_looks;
+    uint64_t looks = kit.core->freeing.shortage_looks;
     kit_load(&other, &r, &e);
     assert_int_equal(kvq__request_start(other.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_results(other.queue)[0].status, KVQ_E_QUOTA);
-    looks = kit.core->shortage_looks - looks;
+    looks = kit.core->freeing.shortage_looks - looks;
     assert_true(all_pieces() > MANY / 8);
     assert_int_equal(kit.core->pools[0].n_ended, 0);
     member_close(&other);
@@ -376,7 +376,7 @@ KIT_TEST(test_tables_of_what_ended)
     kit.core->config.release_work = 1;
     kit_poll(kit.core);
     kit_drop(&m, b);
-    assert_false(TAILQ_EMPTY(&kit.core->ended));
+    assert_false(TAILQ_EMPTY(&kit.core->freeing.ended));
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
 }
 

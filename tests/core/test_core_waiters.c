@@ -28,8 +28,8 @@ static void all_leave(void)
             assert_int_equal(kit_again(&many[i]), KVQ_E_CANCELLED);
         member_close(&many[i]);
     }
-    assert_true(TAILQ_EMPTY(&kit.core->waiters));
-    assert_int_equal(kit.core->n_waiters, 0);
+    assert_true(TAILQ_EMPTY(&kit.core->room.waiters));
+    assert_int_equal(kit.core->room.n_waiters, 0);
 }
 
 // A look takes the longer the more wait. All together have one in a millisecond, and each has one.
@@ -39,13 +39,13 @@ SAVING_TEST(test_looks_of_many)
     all_wait();
     for (uint32_t i = 0; i < MANY; i++)
         looked[i] = many[i].queue->turn.looked;
-    uint64_t before = kit.core->evict_looks;
+    uint64_t before = kit.core->evict.looks;
     for (uint32_t ms = 0; ms < 3 * MANY; ms++) {
         pass(MS);
         for (uint32_t i = 0; i < MANY; i++)
             assert_int_equal(kit_again(&many[i]), 1);
     }
-    assert_in_range(kit.core->evict_looks - before, 2 * MANY, 3 * MANY);
+    assert_in_range(kit.core->evict.looks - before, 2 * MANY, 3 * MANY);
     for (uint32_t i = 0; i < MANY; i++)
         assert_true(many[i].queue->turn.looked > looked[i]);
     all_leave();
@@ -107,8 +107,8 @@ SAVING_TEST(test_that_was_refused_before)
     for (uint32_t i = 0; i < 4; i++)
         kit_of(&m, h[i])->pinned = false;
     assert_int_equal(kvq__request_continue(m.queue), KVQ__WAIT);
-    assert_ptr_equal(TAILQ_FIRST(&kit.core->waiters), m.queue);
-    assert_int_equal(kit.core->n_waiters, 2);
+    assert_ptr_equal(TAILQ_FIRST(&kit.core->room.waiters), m.queue);
+    assert_int_equal(kit.core->room.n_waiters, 2);
     core_check(kit.core);
     struct member *both[] = {&m, &other};
     for (uint32_t i = 0; i < 2; i++) {
@@ -189,13 +189,13 @@ SAVING_TEST(test_refused_in_one_go)
     uint64_t h[4];
     pin_all(h);
     struct kvq_request r = step_of_many(&other, BATCH, 1);
-    uint64_t layers = kit.core->counted_layers, looks = kit.core->evict_looks;
+    uint64_t layers = kit.core->room.counted_layers, looks = kit.core->evict.looks;
     uint32_t before = refused();
     assert_int_equal(kit_request(&other, &r, batch), 0);
     assert_int_equal(count_status(&other, BATCH, KVQ_E_NO_MEMORY), BATCH);
     assert_int_equal(refused() - before, BATCH);
-    assert_in_range(kit.core->counted_layers - layers, BATCH * LAYERS, (BATCH + 1) * LAYERS);
-    assert_in_range(kit.core->evict_looks - looks, 1, 2);
+    assert_in_range(kit.core->room.counted_layers - layers, BATCH * LAYERS, (BATCH + 1) * LAYERS);
+    assert_in_range(kit.core->evict.looks - looks, 1, 2);
     core_check(kit.core);
 }
 
@@ -207,10 +207,10 @@ SAVING_TEST(test_forks_refused_in_one_go)
     for (uint32_t i = 0; i < BATCH; i++)
         batch[i] = entry(&m, h[0], 0);
     struct kvq_request r = kit_header(KVQ_OP_FORK, BATCH);
-    uint64_t looks = kit.core->evict_looks;
+    uint64_t looks = kit.core->evict.looks;
     assert_int_equal(kit_request(&m, &r, batch), 0);
     assert_int_equal(count_status(&m, BATCH, KVQ_E_NO_MEMORY), BATCH);
-    assert_in_range(kit.core->evict_looks - looks, 1, 2);
+    assert_in_range(kit.core->evict.looks - looks, 1, 2);
     core_check(kit.core);
 }
 
@@ -225,11 +225,11 @@ SAVING_TEST(test_room_for_some_entries)
     kit_of(&m, h[2])->pinned = false; // and for another one if this session goes
     rest();
     struct kvq_request r = step_of_many(&other, SOME, SESSION);
-    uint64_t looks = kit.core->evict_looks;
+    uint64_t looks = kit.core->evict.looks;
     assert_int_equal(kit_request(&other, &r, batch), 1);
     assert_true(other.queue->turn.listed && other.queue->turn.entry == SOME - 1);
     assert_int_equal(other.queue->turn.need.missing, 2 * SESSION_BYTES);
-    assert_in_range(kit.core->evict_looks - looks, 2, 6); // for all, for the rest
+    assert_in_range(kit.core->evict.looks - looks, 2, 6); // for all, for the rest
     assert_int_equal(count_status(&other, SOME, KVQ_E_NO_MEMORY), SOME - 2);
     core_check(kit.core);
     assert_int_equal(finish(&other, 1), 0);
@@ -261,12 +261,12 @@ static void wait_no_more(struct member *member)
 // from the start.
 static uint64_t tries_of_both(void)
 {
-    uint64_t before = kit.core->counted_layers;
+    uint64_t before = kit.core->room.counted_layers;
     pass(MS);
-    kit.core->freed++;
+    kit.core->room.freed++;
     assert_int_equal(kit_again(&other), 1);
     assert_int_equal(kit_again(&m), 1);
-    return (kit.core->counted_layers - before) / (BATCH * LAYERS);
+    return (kit.core->room.counted_layers - before) / (BATCH * LAYERS);
 }
 
 // A request that waits, and knows what it needs, visits its entries no more when it looks, whatever
@@ -277,10 +277,10 @@ SAVING_TEST(test_looks_of_large_ones)
     pin_all(h);
     wait_for_many(&other);
     wait_for_many(&m);
-    uint64_t looks = kit.core->evict_looks;
+    uint64_t looks = kit.core->evict.looks;
     for (uint32_t ms = 0; ms < 49; ms++)
         assert_int_equal(tries_of_both(), 0);
-    assert_in_range(kit.core->evict_looks - looks, 32, 40); // each visits the sessions twice
+    assert_in_range(kit.core->evict.looks - looks, 32, 40); // each visits the sessions twice
     assert_int_equal(tries_of_both(), 1);
     assert_int_equal(tries_of_both(), 1);
     assert_int_equal(tries_of_both(), 0);
@@ -298,12 +298,12 @@ SAVING_TEST(test_tries_in_vain)
     wait_for_many(&other);
     uint32_t tries = 0;
     for (uint32_t i = 0; i < 100; i++) {
-        uint64_t layers = kit.core->counted_layers;
+        uint64_t layers = kit.core->room.counted_layers;
         pass(MS / 10);
-        kit.core->freed++;
+        kit.core->room.freed++;
         other.queue->turn.need.missing = 0;
         assert_int_equal(kit_again(&other), 1);
-        tries += kit.core->counted_layers > layers;
+        tries += kit.core->room.counted_layers > layers;
     }
     assert_in_range(tries, 10, 20); // each visits 1,080 layers, as it were, and so has 0.5 ms
     wait_no_more(&other);

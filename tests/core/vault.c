@@ -191,7 +191,7 @@ static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__rest
             continue;
         int refused = restore->grant.refused.code;             // 0: others had their turn first
         bool making = refused == KVQ_E_BUSY && looks++ < 1000; // of extents
-        if (making || !TAILQ_EMPTY(&core->ended)) {
+        if (making || !TAILQ_EMPTY(&core->freeing.ended)) {
             kit_poll(core);
             continue;
         }

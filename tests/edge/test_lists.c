@@ -103,7 +103,7 @@ static void open_one(bool pinned)
 static void churn(uint32_t times, uint64_t at)
 {
     for (uint32_t i = 0; i < times; i++) {
-        uint64_t id = i ? 1 + kit_below(&kit, (uint32_t)kit.core->last_session) : at;
+        uint64_t id = i ? 1 + kit_below(&kit, (uint32_t)kit.core->last.session) : at;
         if (known[id].open && !known[id].pinned) {
             assert_int_equal(kvq__session_drop(m.client, known[id].handle, text), 0);
             known[id].open = false;

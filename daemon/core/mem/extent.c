@@ -308,6 +308,6 @@ bool kvq__pools_poll(struct kvq__core *core)
         any |= made != pool->made;
         pool->made = made;
     }
-    core->extents_made += any;
+    core->room.extents_made += any;
     return any;
 }

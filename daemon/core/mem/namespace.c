@@ -144,7 +144,7 @@ static struct kvq__namespace *make_namespace(struct kvq__core *core,
         namespace_free(core, ns);
         return NULL;
     }
-    ns->number = ++core->last_namespace;
+    ns->number = ++core->last.namespace;
     TAILQ_INSERT_TAIL(&core->namespaces, ns, link);
     return ns;
 }
@@ -311,7 +311,7 @@ static void put_settings(struct kvq__core *core, const struct kvq__core_settings
     c->evict_idle_ns = s->evict_idle_ns;
     c->park_idle_ns = s->park_idle_ns;
     if (c->pack_error_ns != s->pack_error_ns)
-        core->pack_sample.next_at = 0; // at once, whatever the interval was
+        core->packing.sample.next_at = 0; // at once, whatever the interval was
     c->pack_error_ns = s->pack_error_ns;
     c->evict_above = s->evict_above;
     c->path = s->path;

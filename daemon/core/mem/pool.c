@@ -356,7 +356,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b, bool gain)
     e->used_bytes -= b->bytes;
     arena->pool->used_bytes -= b->bytes;
     arena->ns->used[kvq__pool_limit(arena->pool)] -= b->bytes;
-    core->freed += gain;
+    core->room.freed += gain;
     stretch_free(b);
     if (e->used_bytes == 0)
         extent_empty(core, e);
@@ -383,8 +383,8 @@ void kvq__retire(const struct kvq__core *core, struct kvq__retired *r, const str
 {
     static const struct kvq__drop any = {NULL, UINT64_MAX, KVQ__BY_SEVERAL};
     const struct kvq__drop *d = drop ? drop : &any;
-    uint64_t last = kvq__min(core->last_flight, d->last);
-    assert(r->at <= core->last_flight);
+    uint64_t last = kvq__min(core->last.flight, d->last);
+    assert(r->at <= core->last.flight);
     if (is_over(core, last))
         return;
     r->by = is_over(core, r->at) || r->by == d->by ? d->by : KVQ__BY_SEVERAL;
@@ -393,20 +393,20 @@ void kvq__retire(const struct kvq__core *core, struct kvq__retired *r, const str
 
 static void deferred_add(struct kvq__core *core, struct kvq__block *b, struct kvq__session *giver)
 {
-    const struct kvq__block *first = TAILQ_FIRST(&core->deferred);
+    const struct kvq__block *first = TAILQ_FIRST(&core->freeing.deferred);
     assert(b->refs == 0 && !b->free && !is_over(core, b->retired.at));
     if (first && first->retired.at > b->retired.at)
-        TAILQ_INSERT_HEAD(&core->deferred, b, deferred_link);
+        TAILQ_INSERT_HEAD(&core->freeing.deferred, b, deferred_link);
     else
-        TAILQ_INSERT_TAIL(&core->deferred, b, deferred_link);
+        TAILQ_INSERT_TAIL(&core->freeing.deferred, b, deferred_link);
     b->extent->owner->deferred_bytes += b->bytes;
     b->given_link.le_prev = NULL;
     if (!giver || giver->serial != b->retired.by)
         return;
     LIST_INSERT_HEAD(&giver->giver.given, b, given_link);
     if (!giver->giver.listed) {
-        TAILQ_INSERT_TAIL(&core->givers, giver, giver.link);
-        core->n_givers++;
+        TAILQ_INSERT_TAIL(&core->freeing.givers, giver, giver.link);
+        core->freeing.n_givers++;
     }
     giver->giver.listed = true;
 }
@@ -422,7 +422,7 @@ static void deferred_end(struct kvq__core *core, struct kvq__block *b)
 {
     assert(b->refs == 0 && !b->free);
     take_back(b);
-    TAILQ_REMOVE(&core->deferred, b, deferred_link);
+    TAILQ_REMOVE(&core->freeing.deferred, b, deferred_link);
     assert(b->extent->owner->deferred_bytes >= b->bytes);
     b->extent->owner->deferred_bytes -= b->bytes;
     block_free(core, b, true);
@@ -430,16 +430,16 @@ static void deferred_end(struct kvq__core *core, struct kvq__block *b)
 
 static void spend_budget(struct kvq__core *core)
 {
-    if (core->release_left > 0)
-        core->release_left--;
-    core->released++;
+    if (core->freeing.left > 0)
+        core->freeing.left--;
+    core->freeing.done++;
 }
 
 static bool free_given(struct kvq__session *s, bool all)
 {
     struct kvq__block *b;
     bool any = false;
-    while ((all || s->core->release_left > 0) && (b = LIST_FIRST(&s->giver.given))) {
+    while ((all || s->core->freeing.left > 0) && (b = LIST_FIRST(&s->giver.given))) {
         deferred_end(s->core, b);
         spend_budget(s->core);
         any = true;
@@ -452,17 +452,17 @@ static bool free_quiet(struct kvq__core *core, bool all)
 {
     uint32_t most = all ? GIVERS_FOR_ROOM : GIVERS_AT_ONCE;
     bool any = false;
-    for (uint32_t n = core->n_givers < most ? core->n_givers : most; n > 0; n--) {
-        struct kvq__session *s = TAILQ_FIRST(&core->givers);
-        assert(s && s->giver.listed && core->n_givers > 0);
+    for (uint32_t n = core->freeing.n_givers < most ? core->freeing.n_givers : most; n > 0; n--) {
+        struct kvq__session *s = TAILQ_FIRST(&core->freeing.givers);
+        assert(s && s->giver.listed && core->freeing.n_givers > 0);
         if (!LIST_EMPTY(&s->giver.given) && s->core->up->session_quiet(s))
             any |= free_given(s, all);
-        TAILQ_REMOVE(&core->givers, s, giver.link);
+        TAILQ_REMOVE(&core->freeing.givers, s, giver.link);
         s->giver.listed = !LIST_EMPTY(&s->giver.given);
         if (s->giver.listed)
-            TAILQ_INSERT_TAIL(&core->givers, s, giver.link);
+            TAILQ_INSERT_TAIL(&core->freeing.givers, s, giver.link);
         else
-            core->n_givers--;
+            core->freeing.n_givers--;
     }
     return any;
 }
@@ -471,7 +471,7 @@ bool kvq__deferred_free(struct kvq__core *core, bool all)
 {
     struct kvq__block *b;
     bool any = false;
-    while ((all || core->release_left > 0) && (b = TAILQ_FIRST(&core->deferred)) &&
+    while ((all || core->freeing.left > 0) && (b = TAILQ_FIRST(&core->freeing.deferred)) &&
            is_over(core, b->retired.at)) {
         deferred_end(core, b);
         spend_budget(core);
@@ -486,17 +486,17 @@ bool kvq__given_end(struct kvq__session *s)
     if (s->core->up->session_quiet(s))
         free_given(s, false);
     else // a stream still packs it: what that has waits for flights, like everything else
-        while (s->core->release_left > 0 && (b = LIST_FIRST(&s->giver.given))) {
+        while (s->core->freeing.left > 0 && (b = LIST_FIRST(&s->giver.given))) {
             take_back(b);
             spend_budget(s->core);
         }
     if (!LIST_EMPTY(&s->giver.given))
         return false;
     if (s->giver.listed) {
-        TAILQ_REMOVE(&s->core->givers, s, giver.link);
-        s->core->n_givers--;
+        TAILQ_REMOVE(&s->core->freeing.givers, s, giver.link);
+        s->core->freeing.n_givers--;
     }
-    assert(TAILQ_EMPTY(&s->core->givers) == (s->core->n_givers == 0));
+    assert(TAILQ_EMPTY(&s->core->freeing.givers) == (s->core->freeing.n_givers == 0));
     s->giver.listed = false;
     return true;
 }
@@ -556,7 +556,7 @@ void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t by
 {
     struct kvq__extent *e = b->extent;
     assert(bytes > 0 && bytes % KVQ__BLOCK_GRAIN == 0 && bytes < b->bytes);
-    if (b->refs > 1 || b->exempt || !is_over(core, core->last_flight) ||
+    if (b->refs > 1 || b->exempt || !is_over(core, core->last.flight) ||
         (STAILQ_EMPTY(&e->spare) && records_add(core, e, bytes) < 0))
         return;
     assert(b->indexes == 0); // which would be a second reference
@@ -573,9 +573,9 @@ void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t by
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight)
 {
     assert(TAILQ_EMPTY(&core->flights) ||
-           TAILQ_LAST(&core->flights, kvq__flight_list)->number <= core->last_flight);
+           TAILQ_LAST(&core->flights, kvq__flight_list)->number <= core->last.flight);
     assert(flight->number == 0);
-    flight->number = ++core->last_flight;
+    flight->number = ++core->last.flight;
     TAILQ_INSERT_TAIL(&core->flights, flight, link);
 }
 
@@ -592,7 +592,7 @@ void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct k
 
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
 {
-    assert(flight->number <= core->last_flight);
+    assert(flight->number <= core->last.flight);
     assert(flight->number != 0);
     TAILQ_REMOVE(&core->flights, flight, link);
     flight->number = 0;

@@ -199,7 +199,7 @@ static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
     return pool->gpu ? KVQ__DEVICE_BYTES : KVQ__HOST_BYTES;
 }
 // Takes a block. 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM; if grant->may_wait also
-// KVQ_E_BUSY, after which the caller asks again when core->extents_made has changed. All but
+// KVQ_E_BUSY, after which the caller asks again when core->room.extents_made has changed. All but
 // KVQ_E_SYSTEM are noted in grant->refused. grant NULL: the caller cannot wait, and does not ask
 // why.
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
@@ -255,7 +255,7 @@ void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref);
 // Whether the block has one reference, by which no request reads it, and no flight may read it
 // through references that it has lost: then it is free as soon as that reference is dropped.
 bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *block);
-// Drops it. `gain`: who waits for room may gain by it, so that core->freed changes.
+// Drops it. `gain`: who waits for room may gain by it, so that core->room.freed changes.
 void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref, bool gain);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);

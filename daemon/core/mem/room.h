@@ -41,7 +41,7 @@ enum kvq__help {
     KVQ__HELP_NONE,  // no session that may leave would make enough room
     KVQ__HELP_LATER, // a session that would is not idle for long enough yet
     KVQ__HELP_NOW,   // an eviction is under way, or an ended session's memory is being freed;
-                     // core->freed changes then
+                     // core->room.freed changes then
 };
 
 // A caller that waits looks for sessions that may go no more often than this, unless the last

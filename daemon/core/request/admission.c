@@ -37,8 +37,9 @@ uint64_t kvq__session_bytes_at(const struct kvq__session *s, const struct kvq__p
 static struct kvq__demand *demand_of(const struct kvq__queue *q, const struct kvq__shortage *s)
 {
     enum kvq__limit which = kvq__pool_limit(s->pool);
-    struct kvq__demand *d = s->code == KVQ_E_QUOTA ? &s->ns->demands[which]
-                                                   : &q->core->demands[s->pool - q->core->pools];
+    struct kvq__demand *d = s->code == KVQ_E_QUOTA
+                                ? &s->ns->demands[which]
+                                : &q->core->evict.demands[s->pool - q->core->pools];
     assert(q->turn.attempt > 0);
     if (d->attempt != q->turn.attempt)
         *d = (struct kvq__demand){.attempt = q->turn.attempt};
@@ -64,7 +65,7 @@ static struct kvq__need need_of_entry(struct kvq__queue *q, uint32_t i)
     uint64_t now = kvq__session_held_bytes(s);
     uint64_t then = kvq__session_bytes_at(s, s->pool, s->tokens + q->entries[i].append);
     uint64_t whole = kvq__max(then, now), prompt = kvq__exact_bytes(s);
-    q->core->counted_layers += s->n_layers;
+    q->core->room.counted_layers += s->n_layers;
     return (struct kvq__need){.missing = then > now ? then - now : 0,
                               .whole = whole > prompt ? whole - prompt : 0};
 }
@@ -148,15 +149,15 @@ static void drop_claims(struct kvq__queue *q)
 // What changes when a request that waits like this one should look again.
 static uint64_t changes(const struct kvq__queue *q)
 {
-    return q->turn.extents ? q->core->extents_made : q->core->freed;
+    return q->turn.extents ? q->core->room.extents_made : q->core->room.freed;
 }
 
 // The looks of all that wait take the same part of the time, however many there are and however
 // many sessions each visits.
 static uint64_t looks_apart(const struct kvq__core *core, uint64_t least)
 {
-    uint64_t apart = kvq__max(APART_NS, core->look_work * VISIT_NS);
-    return kvq__max(least, core->n_waiters * apart);
+    uint64_t apart = kvq__max(APART_NS, core->evict.last_work * VISIT_NS);
+    return kvq__max(least, core->room.n_waiters * apart);
 }
 
 // So do their tries from the start, which visit all layers of their entries: those that visit fewer
@@ -164,8 +165,8 @@ static uint64_t looks_apart(const struct kvq__core *core, uint64_t least)
 // whosever that was.
 static uint64_t next_try(const struct kvq__queue *q, uint64_t least)
 {
-    uint64_t apart = (uint64_t)q->core->n_waiters * q->turn.work * TRY_NS;
-    return kvq__max(q->core->next_try, q->turn.tried + kvq__max(least, apart));
+    uint64_t apart = (uint64_t)q->core->room.n_waiters * q->turn.work * TRY_NS;
+    return kvq__max(q->core->room.next_try, q->turn.tried + kvq__max(least, apart));
 }
 
 static uint32_t work_of_try(const struct kvq__queue *q)
@@ -184,14 +185,14 @@ static uint32_t work_of_try(const struct kvq__queue *q)
 static void add_waiter(struct kvq__queue *q)
 {
     struct kvq__core *core = q->core;
-    struct kvq__queue *before = TAILQ_LAST(&core->waiters, kvq__waiters);
+    struct kvq__queue *before = TAILQ_LAST(&core->room.waiters, kvq__waiters);
     while (before && before->turn.ticket > q->turn.ticket)
         before = TAILQ_PREV(before, kvq__waiters, waiter_link);
     if (before)
-        TAILQ_INSERT_AFTER(&core->waiters, before, q, waiter_link);
+        TAILQ_INSERT_AFTER(&core->room.waiters, before, q, waiter_link);
     else
-        TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
-    core->n_waiters++;
+        TAILQ_INSERT_HEAD(&core->room.waiters, q, waiter_link);
+    core->room.n_waiters++;
     q->turn.work = work_of_try(q);
     q->turn.in_line = true;
 }
@@ -199,11 +200,11 @@ static void add_waiter(struct kvq__queue *q)
 static void drop_waiter(struct kvq__queue *q)
 {
     struct kvq__core *core = q->core;
-    assert(core->n_waiters > 0 && q->turn.in_line);
-    if (core->shown.next == q)
-        core->shown.next = TAILQ_NEXT(q, waiter_link);
-    TAILQ_REMOVE(&core->waiters, q, waiter_link);
-    core->n_waiters--;
+    assert(core->room.n_waiters > 0 && q->turn.in_line);
+    if (core->room.shown.next == q)
+        core->room.shown.next = TAILQ_NEXT(q, waiter_link);
+    TAILQ_REMOVE(&core->room.waiters, q, waiter_link);
+    core->room.n_waiters--;
     q->turn.in_line = q->turn.listed = false;
 }
 
@@ -230,9 +231,10 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, ui
 // is passed once, and not once for each of the others.
 static const struct kvq__queue *first_unseen(struct kvq__core *core)
 {
-    struct kvq__shown *shown = &core->shown;
-    if (shown->freed != core->freed || shown->extents_made != core->extents_made)
-        *shown = (struct kvq__shown){TAILQ_FIRST(&core->waiters), core->freed, core->extents_made};
+    struct kvq__shown *shown = &core->room.shown;
+    if (shown->freed != core->room.freed || shown->extents_made != core->room.extents_made)
+        *shown = (struct kvq__shown){TAILQ_FIRST(&core->room.waiters), core->room.freed,
+                                     core->room.extents_made};
     assert(!shown->next || shown->next->turn.in_line);
     while (shown->next &&
            (!shown->next->turn.listed || shown->next->turn.seen == changes(shown->next)))
@@ -301,7 +303,7 @@ static void take_request_ticket(struct kvq__queue *q)
 {
     if (q->turn.ticket)
         return;
-    q->turn.ticket = ++q->core->last_ticket;
+    q->turn.ticket = ++q->core->room.last_ticket;
     q->turn.since = q->core->now;
 }
 
@@ -310,7 +312,7 @@ static bool has_just_looked(const struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
     return q->turn.looked && core->now < q->turn.looked + looks_apart(core, KVQ__LEAST_LOOK_NS) &&
-           (q->turn.evictions == core->evictions_ended || core->n_evicting > 0);
+           (q->turn.evictions == core->evict.ended || core->evict.n > 0);
 }
 
 // Asks whether somebody can make room, unless that is known to be in vain from an entry before.
@@ -371,7 +373,7 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
     }
     core->counts.waited_for_room += first;
     q->turn.looked = core->now;
-    q->turn.evictions = core->evictions_ended;
+    q->turn.evictions = core->evict.ended;
     enlist(q, refused, look_at);
     return true;
 }
@@ -402,7 +404,7 @@ static bool ask_for_room(struct kvq__queue *q, uint32_t i, const struct kvq__sho
 
 void kvq__admission_begin(struct kvq__queue *q)
 {
-    q->turn.attempt = ++q->core->last_attempt;
+    q->turn.attempt = ++q->core->room.last_attempt;
     q->turn.counted = q->turn.swept = false;
 }
 
@@ -475,7 +477,7 @@ bool kvq__admission_turn(struct kvq__queue *q)
             return false;
     if (waits_on(q))
         return false;
-    core->next_try = core->now + q->turn.work * TRY_NS;
+    core->room.next_try = core->now + q->turn.work * TRY_NS;
     drop_claims(q);
     q->turn.listed = false;
     return true;

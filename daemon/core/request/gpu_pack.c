@@ -269,7 +269,7 @@ static void add_packed_session(struct kvq__packs *packs, struct kvq__session *s)
 
 static bool open_background(struct kvq__packs *packs, struct kvq__work_stream *stream)
 {
-    struct kvq__queue *q = stream->core->background;
+    struct kvq__queue *q = stream->core->packing.queue;
     if (!kvq__work_stream_open(stream, q))
         return false;
     kvq__flight_begin(stream->core, &q->flight);
@@ -296,7 +296,7 @@ static void close_background(struct kvq__packs *packs)
 static bool pack_on(struct kvq__work_stream *stream)
 {
     struct kvq__packs packs = {0};
-    struct kvq__session *s = TAILQ_FIRST(&stream->core->gpu_packs), *next;
+    struct kvq__session *s = TAILQ_FIRST(&stream->core->packing.gpus), *next;
     for (; s && !packs.cut; s = next) {
         next = TAILQ_NEXT(s, pack.link);
         if (stream_of(s) != stream)
@@ -317,7 +317,7 @@ static bool pack_on(struct kvq__work_stream *stream)
 
 static void forget_unwritten(struct kvq__core *core)
 {
-    struct kvq__session *s = TAILQ_FIRST(&core->gpu_packs), *next;
+    struct kvq__session *s = TAILQ_FIRST(&core->packing.gpus), *next;
     for (; s; s = next) {
         next = TAILQ_NEXT(s, pack.link);
         if (!stream_of(s))
@@ -328,10 +328,10 @@ static void forget_unwritten(struct kvq__core *core)
 void kvq__pack_on_gpus(struct kvq__core *core)
 {
     struct kvq__work_stream *stream;
-    if (TAILQ_EMPTY(&core->gpu_packs))
+    if (TAILQ_EMPTY(&core->packing.gpus))
         return;
     forget_unwritten(core);
-    LIST_FOREACH (stream, &core->streams, link)
+    LIST_FOREACH (stream, &core->streams.used, link)
         while (core->now >= stream->pack_again_at && pack_on(stream))
             ;
 }

@@ -334,7 +334,7 @@ static void run_background_pack(struct kvq__job *job, uint32_t item, void *works
 
 static void begin_background_pack(struct kvq__core *core, struct kvq__session *s, uint32_t layer)
 {
-    struct kvq__packer *p = &core->packer;
+    struct kvq__packer *p = &core->packing.packer;
     struct kvq__layer *l = &s->layers[layer];
     uint64_t most = (l->packed / KVQ_BLOCK_TOKENS + KVQ__PACKER_PAGES) * KVQ_BLOCK_TOKENS;
     assert(!p->session && !l->packer);
@@ -374,8 +374,8 @@ static bool try_session(struct kvq__core *core, struct kvq__session *s, bool *be
 struct kvq__job *kvq__background_start(struct kvq__core *core)
 {
     bool begun = false;
-    struct kvq__session *s = TAILQ_FIRST(&core->pack_queue), *next;
-    if (core->packer.session)
+    struct kvq__session *s = TAILQ_FIRST(&core->packing.host), *next;
+    if (core->packing.packer.session)
         return NULL;
     for (; s && !begun; s = next) {
         next = TAILQ_NEXT(s, pack.link);
@@ -385,12 +385,12 @@ struct kvq__job *kvq__background_start(struct kvq__core *core)
     s = begun ? NULL : kvq__finish_next(core); // those that live come first
     if (s)
         try_session(core, s, &begun);
-    return begun ? &core->packer.job : NULL;
+    return begun ? &core->packing.packer.job : NULL;
 }
 
 void kvq__background_done(struct kvq__core *core)
 {
-    struct kvq__packer *p = &core->packer;
+    struct kvq__packer *p = &core->packing.packer;
     struct kvq__session *s = p->session;
     assert(s && s->layers[p->layer].packer == p);
     kvq__pack_sample_end(core, &p->sample);

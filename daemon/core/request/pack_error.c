@@ -16,7 +16,7 @@ void kvq__pack_sample_begin(const struct kvq__session *session, uint32_t layer, 
                             uint64_t end, struct kvq__pack_sample **sample)
 {
     struct kvq__core *core = session->core;
-    struct kvq__pack_sample *s = &core->pack_sample;
+    struct kvq__pack_sample *s = &core->packing.sample;
     const struct kvq__layer *l = &session->layers[layer];
     uint32_t unit = l->format->unit_tokens;
     assert(first < end && (end - first) % unit == 0);
@@ -48,16 +48,16 @@ static struct kvq__pack_error *row_of_sample(struct kvq__core *core,
                                              const struct kvq__pack_sample *s)
 {
     uint32_t fewest = 0;
-    for (uint32_t i = 0; i < core->n_pack_errors; i++) {
-        struct kvq__pack_error *e = &core->pack_errors[i];
+    for (uint32_t i = 0; i < core->packing.n_errors; i++) {
+        struct kvq__pack_error *e = &core->packing.errors[i];
         if (e->layer == s->layer && strcmp(e->format, s->format) == 0)
             return e;
-        if (e->count < core->pack_errors[fewest].count)
+        if (e->count < core->packing.errors[fewest].count)
             fewest = i;
     }
-    if (core->n_pack_errors < KVQ_MAX_PACK_ERRORS)
-        fewest = core->n_pack_errors++;
-    struct kvq__pack_error *e = &core->pack_errors[fewest];
+    if (core->packing.n_errors < KVQ_MAX_PACK_ERRORS)
+        fewest = core->packing.n_errors++;
+    struct kvq__pack_error *e = &core->packing.errors[fewest];
     *e = (struct kvq__pack_error){.layer = s->layer};
     memcpy(e->format, s->format, sizeof e->format);
     return e;
@@ -69,7 +69,7 @@ void kvq__pack_sample_end(struct kvq__core *core, struct kvq__pack_sample **samp
     *sample = NULL;
     if (!s)
         return;
-    assert(s == &core->pack_sample && s->taken);
+    assert(s == &core->packing.sample && s->taken);
     s->taken = false;
     struct kvq__pack_error *e = s->measured ? row_of_sample(core, s) : NULL;
     if (!e)
@@ -81,8 +81,8 @@ void kvq__pack_sample_end(struct kvq__core *core, struct kvq__pack_sample **samp
 
 uint32_t kvq__core_pack_errors(const struct kvq__core *core, const struct kvq__pack_error **out)
 {
-    *out = core->pack_errors;
-    return core->n_pack_errors;
+    *out = core->packing.errors;
+    return core->packing.n_errors;
 }
 
 // ---- Where it is packed ----

@@ -516,8 +516,8 @@ static bool request_must_wait(struct kvq__queue *q)
     struct kvq__handle *h;
     const struct kvq__core *core = q->core;
     const struct kvq__upward *up = core->up;
-    bool any = core->n_prepared + core->n_moving + core->n_committing + core->n_loading +
-                   core->n_offloaded + core->n_demoted >
+    bool any = core->n_prepared + core->moving.n + core->n_committing + core->disk.n_loading +
+                   core->disk.n_offloaded + core->moving.n_demoted >
                0;
     bool wait = false;
     if (!any)
@@ -535,7 +535,7 @@ static bool request_must_wait(struct kvq__queue *q)
 static void keep_others(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
-    if (q->core->n_offloaded + q->core->n_demoted == 0)
+    if (q->core->disk.n_offloaded + q->core->moving.n_demoted == 0)
         return;
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)

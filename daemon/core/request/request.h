@@ -168,14 +168,14 @@ enum kvq__gpu_wait {
 // A request's turn among those that wait for room (admission.c).
 struct kvq__turn {
     uint64_t ticket;    // smaller ones came earlier; 0: it does not wait
-    bool in_line;       // among core->waiters, until its request ends
+    bool in_line;       // among core->room.waiters, until its request ends
     bool listed;        // it waits
     uint64_t since;     // when it began to wait
     bool extents;       // it waits for extents that are being made, not for memory of others
-    uint64_t seen;      // core->freed (or extents_made) when it was tried last
+    uint64_t seen;      // core->room.freed (or extents_made) when it was tried last
     uint64_t look_at;   // when it is tried again even if nothing was freed
     uint64_t looked;    // when it last looked for sessions that may go; 0 = never
-    uint64_t evictions; // core->evictions_ended then
+    uint64_t evictions; // core->evict.ended then
     const struct kvq__pool *place; // where it found no room,
     const struct kvq__namespace *ns;
     bool quota;                   // for it is at its limit there

@@ -164,7 +164,7 @@ static void hold_step_all_entry(struct kvq__queue *q, uint32_t i)
 // So one that publishes has the session to itself.
 static void check_once(struct kvq__queue *q)
 {
-    uint64_t check = ++q->core->last_check;
+    uint64_t check = ++q->core->last.check;
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i) && q->entries[i].append > 0)
             q->work[i].session->entries.seen = check;

@@ -23,7 +23,7 @@ static int go_home(struct kvq__session *s)
 // Extents belong to one namespace each, so that there may be no block though there are bytes.
 static bool was_refused(const struct kvq__session *s)
 {
-    return s->demoted.refused == s->core->evictions_ended + 1 &&
+    return s->demoted.refused == s->core->evict.ended + 1 &&
            s->core->now - s->demoted.refused_at < AGAIN_NS;
 }
 
@@ -41,7 +41,7 @@ static bool has_place_room(const struct kvq__session *s, uint64_t bytes, bool ne
 
 void kvq__demoted_refused(struct kvq__session *s)
 {
-    s->demoted.refused = s->core->evictions_ended + 1;
+    s->demoted.refused = s->core->evict.ended + 1;
     s->demoted.refused_at = s->core->now;
 }
 
@@ -85,10 +85,10 @@ void kvq__demoted_left(struct kvq__session *s, struct kvq__pool *from, bool demo
     bool back = s->demoted.home == s->pool;
     if (demotes && !s->demoted.home) {
         s->demoted.home = from;
-        core->n_demoted++;
+        core->moving.n_demoted++;
     } else if (!demotes && s->demoted.home) {
         s->demoted.home = NULL;
-        core->n_demoted--;
+        core->moving.n_demoted--;
     }
     if (back) {
         core->counts.promoted++;
@@ -99,6 +99,6 @@ void kvq__demoted_left(struct kvq__session *s, struct kvq__pool *from, bool demo
 
 void kvq__demoted_lost(struct kvq__session *s)
 {
-    s->core->n_demoted -= s->demoted.home != NULL;
+    s->core->moving.n_demoted -= s->demoted.home != NULL;
     s->demoted.home = NULL;
 }

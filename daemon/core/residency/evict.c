@@ -101,7 +101,7 @@ static enum way way_of(const struct kvq__session *s, const struct kvq__shortage 
                        uint64_t bytes)
 {
     const struct kvq__core *core = s->core;
-    if (shortage->pool->gpu && core->now >= core->demote_after && bytes <= host_room(core) &&
+    if (shortage->pool->gpu && core->now >= core->evict.demote_after && bytes <= host_room(core) &&
         kvq__quota_allows(s->ns, KVQ__HOST_BYTES, bytes))
         return TO_HOST;
     return kvq__session_parkable(s, NULL) == 0 ? TO_DISK : NOWHERE;
@@ -158,7 +158,7 @@ static void consider_session(const struct kvq__session *s, const struct choice *
     const struct kvq__eviction_request *asked = c->asked;
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = evictable_bytes(s);
-    s->core->evict_work += SAMPLES + 2 * s->n_layers;
+    s->core->evict.work += SAMPLES + 2 * s->n_layers;
     look->used |= kvq__session_uses(s, KVQ__USES_EVICT) != 0;
     look->used |=
         s->pool->gpu && kvq__session_saves(s); // a copy elsewhere frees nothing before they end
@@ -237,7 +237,7 @@ static void consider_coming(const struct kvq__core *core, struct choice *c)
     const struct kvq__restore *r;
     const struct kvq__move *move;
     uint64_t bytes = 0;
-    LIST_FOREACH (r, &core->restores, link)
+    LIST_FOREACH (r, &core->disk.restores, link)
         if (!r->entered && !r->fetches && r->session != asked->own &&
             kvq__shortage_counts(asked->shortage, r->session))
             bytes += r->reserved;
@@ -269,9 +269,9 @@ static struct kvq__session *group_of(struct kvq__session *s)
     for (uint32_t i = s->shards; i-- > 0;)
         if (kvq__group_member(s, i))
             first = kvq__group_member(s, i);
-    if (first->evict.look == s->core->evict_looks)
+    if (first->evict.look == s->core->evict.looks)
         return NULL;
-    first->evict.look = s->core->evict_looks;
+    first->evict.look = s->core->evict.looks;
     return first;
 }
 
@@ -308,7 +308,7 @@ static void choose(struct kvq__core *core, const struct kvq__eviction_request *a
     uint64_t sessions = 0;
     *c = (struct choice){.asked = asked, .shared = shared};
     *asked->in_the_way = (struct kvq__in_the_way){0};
-    core->evict_looks++;
+    core->evict.looks++;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         for (uint32_t i = 0; i < core->n_pools; i++)
             if (may_help(asked->shortage, &ns->arenas[i]) && ns->arenas[i].n_sessions) {
@@ -346,7 +346,7 @@ static struct kvq__evicting *free_slot(struct kvq__core *core, const struct kvq_
     uint32_t n = 0;
     assert(pool >= core->pools && pool < core->pools + core->n_pools);
     for (uint32_t i = 0; i < KVQ__EVICT_AT_ONCE; i++) {
-        struct kvq__evicting *e = &core->evicting[pool - core->pools][i];
+        struct kvq__evicting *e = &core->evict.places[pool - core->pools][i];
         if (e->ticket && e->demotes)
             return NULL;
         n += e->ticket && e->by == by;
@@ -375,8 +375,8 @@ static struct under_way look_under_way(struct kvq__core *core,
     for (uint32_t i = 0; i < core->n_pools; i++) {
         if (shortage->code != KVQ_E_QUOTA && &core->pools[i] != shortage->pool)
             continue;
-        for (uint32_t k = 0; k < KVQ__EVICT_AT_ONCE && core->n_evicting; k++)
-            count_eviction(&u, asked, &core->evicting[i][k]);
+        for (uint32_t k = 0; k < KVQ__EVICT_AT_ONCE && core->evict.n; k++)
+            count_eviction(&u, asked, &core->evict.places[i][k]);
         u.takes |= free_slot(core, &core->pools[i], shortage->ns) != NULL;
     }
     return u;
@@ -408,7 +408,7 @@ static void note_failed(struct kvq__session *s, bool demotes, int status)
 {
     uint64_t after = s->core->now + TRY_AGAIN_NS;
     if (demotes && (status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA))
-        s->core->demote_after = after; // there is disk
+        s->core->evict.demote_after = after; // there is disk
     else if (status != KVQ_E_BUSY)
         s->evict.try_after = after;
 }
@@ -450,7 +450,7 @@ static enum start start_eviction(struct kvq__core *core, const struct victim *v,
                                 .ns = s->ns,
                                 .by = asked->shortage->ns,
                                 .demotes = v->way == TO_HOST};
-    core->n_evicting++;
+    core->evict.n++;
     return STARTED;
 }
 
@@ -568,7 +568,7 @@ static enum kvq__help evict(struct kvq__core *core, struct choice *c, struct und
     u->coming += given_up(core, asked);
     while (c->n > 0) {
         enum start start = start_some(core, c, u);
-        if (start == STARTED || start == FULL) // core->freed changes when one has ended
+        if (start == STARTED || start == FULL) // core->room.freed changes when one has ended
             return KVQ__HELP_NOW;
         if (start == NO_TICKET) {
             look_soon(core, asked);
@@ -607,9 +607,9 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
     struct under_way u = look_under_way(core, asked);
     if (u.n > 0 && (!u.takes || is_on_its_way(asked, &u)))
         return KVQ__HELP_NOW;
-    uint64_t before = core->evict_work;
+    uint64_t before = core->evict.work;
     enum kvq__help help = make_room_for(core, asked, &u);
-    core->look_work = core->evict_work - before;
+    core->evict.last_work = core->evict.work - before;
     return u.n > 0 ? KVQ__HELP_NOW : help; // it may do, whoever it was begun for
 }
 
@@ -626,11 +626,11 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
         if (s)
             note_failed(s, e->demotes, status);
     }
-    assert(e->ticket && core->n_evicting > 0);
+    assert(e->ticket && core->evict.n > 0);
     e->ticket = 0;
-    core->n_evicting--;
-    core->evictions_ended++;
-    core->freed++; // those who wait look again, whatever came of it
+    core->evict.n--;
+    core->evict.ended++;
+    core->room.freed++; // those who wait look again, whatever came of it
 }
 
 // Whether it has ended: its memory is free, or it stays.
@@ -645,15 +645,16 @@ static bool look_at_end(struct kvq__core *core, const struct kvq__evicting *e, i
 
 bool kvq__evict_poll(struct kvq__core *core)
 {
-    uint64_t before = core->evictions_ended;
-    for (uint32_t i = 0; i < core->n_pools * KVQ__EVICT_AT_ONCE && core->n_evicting; i++) {
-        struct kvq__evicting *e = &core->evicting[i / KVQ__EVICT_AT_ONCE][i % KVQ__EVICT_AT_ONCE];
+    uint64_t before = core->evict.ended;
+    for (uint32_t i = 0; i < core->n_pools * KVQ__EVICT_AT_ONCE && core->evict.n; i++) {
+        struct kvq__evicting *e =
+            &core->evict.places[i / KVQ__EVICT_AT_ONCE][i % KVQ__EVICT_AT_ONCE];
         int status;
         uint64_t bytes;
         if (e->ticket && look_at_end(core, e, &status, &bytes))
             ended(core, e, status, bytes);
     }
-    return core->evictions_ended != before;
+    return core->evict.ended != before;
 }
 
 // ---- Before anybody needs the room ----
@@ -707,7 +708,7 @@ static bool is_evicting(const struct kvq__core *core, uint32_t pool)
 {
     bool any = false;
     for (uint32_t i = 0; i < KVQ__EVICT_AT_ONCE; i++)
-        any |= core->evicting[pool][i].ticket != 0;
+        any |= core->evict.places[pool][i].ticket != 0;
     return any;
 }
 

@@ -35,7 +35,7 @@
 // which are given back (for two seconds at most; the last of these, for 200 ms, and only if they
 // are enough). What a client holds, by a step or in its own context, is not waited for. With
 // KVQ_REQ_WAIT_ROOM it also waits if nothing can be evicted, until its deadline. It is looked at
-// again when a block has become free or an eviction has ended (core->freed), and every 50 ms
+// again when a block has become free or an eviction has ended (core->room.freed), and every 50 ms
 // (every n ms, if n requests wait and n is over 50); but it is tried from the start only if what
 // it needs seems to be there, or it would be refused, or once in a while (admission.c). Who may go
 // is looked for every 5 ms at most (KVQ__LEAST_LOOK_NS) unless the last eviction under way has

@@ -186,7 +186,7 @@ static void let_go_of_moved(struct kvq__move *move, struct kvq__moved *m)
     struct kvq__session *s = m->session;
     m->session = NULL;
     s->move = NULL;
-    s->core->n_moving--;
+    s->core->moving.n--;
     if (move_has_begun(move))
         kvq__session_unref(s);
 }
@@ -485,7 +485,7 @@ static bool go_on_waiting(struct kvq__core *core, bool urgent)
 bool kvq__moves_poll(struct kvq__core *core)
 {
     struct kvq__move *move;
-    if (core->n_tickets[KVQ__TICKET_MOVE] == 0)
+    if (core->tickets.n[KVQ__TICKET_MOVE] == 0)
         return false;
     bool any = go_on_waiting(core, true);
     any |= go_on_waiting(core, false);
@@ -613,7 +613,7 @@ static void publish_moved(struct kvq__move *move)
         struct kvq__session *s = move->moved[i].session;
         assert(!s->move && !s->park);
         s->move = move;
-        core->n_moving++;
+        core->moving.n++;
     }
     if (move->n == 0) { // all of it is there
         finish_move(move, 0);

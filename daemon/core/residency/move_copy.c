@@ -58,14 +58,14 @@ static int open_parts(struct kvq__core *core, struct kvq__mover *mover)
 
 int kvq__mover_open(struct kvq__core *core)
 {
-    if (!core->mover)
-        core->mover = kvq__allocate(core, sizeof *core->mover);
-    return core->mover ? open_parts(core, core->mover) : KVQ_E_NO_MEMORY;
+    if (!core->moving.mover)
+        core->moving.mover = kvq__allocate(core, sizeof *core->moving.mover);
+    return core->moving.mover ? open_parts(core, core->moving.mover) : KVQ_E_NO_MEMORY;
 }
 
 void kvq__mover_close(struct kvq__core *core)
 {
-    struct kvq__mover *mover = core->mover;
+    struct kvq__mover *mover = core->moving.mover;
     if (!mover)
         return;
     for (uint32_t i = 0; i + 1 < core->n_pools; i++) {
@@ -78,7 +78,7 @@ void kvq__mover_close(struct kvq__core *core)
     if (mover->memory)
         kvq__gpu_driver(core->pools[1].gpu)->host_free(mover->memory);
     kvq__deallocate(core, mover, sizeof *mover);
-    core->mover = NULL;
+    core->moving.mover = NULL;
 }
 
 // ---- Pieces ----
@@ -118,7 +118,7 @@ static int enqueue(struct kvq__core *core, struct kvq__gpu *gpu, struct slot *sl
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
     uint32_t i = kvq__gpu_index(core, gpu);
-    struct kvq_gpu_stream *stream = core->mover->streams[i];
+    struct kvq_gpu_stream *stream = core->moving.mover->streams[i];
     int result = kvq__gpu_enter(gpu);
     if (result == 0)
         result = fill ? d->copy_out(slot->memory, (uintptr_t)slot->from, slot->bytes, stream)
@@ -127,7 +127,7 @@ static int enqueue(struct kvq__core *core, struct kvq__gpu *gpu, struct slot *sl
         return kvq__gpu_failed(gpu, result, "copying a session");
     // From here on the GPU writes to the slot or to the block, with or without an event.
     slot->state = fill ? FILLING : EMPTYING;
-    result = note_end(gpu, i, core->mover, slot);
+    result = note_end(gpu, i, core->moving.mover, slot);
     slot->noted = result == KVQ_GPU_OK;
     if (result && result != KVQ_GPU_OUT_OF_MEMORY)
         return kvq__gpu_failed(gpu, result, "copying a session");
@@ -142,7 +142,7 @@ static int slot_has_ended(struct kvq__core *core, struct kvq__gpu *gpu, const st
     int result = kvq__gpu_enter(gpu);
     if (result == 0)
         result = slot->noted ? d->event_query(slot->events[i])
-                             : d->stream_query(core->mover->streams[i]);
+                             : d->stream_query(core->moving.mover->streams[i]);
     if (result == KVQ_GPU_NOT_READY)
         return 0;
     return result ? kvq__gpu_failed(gpu, result, "copying a session") : 1;
@@ -208,7 +208,7 @@ static int pump_slot(struct pump *p, struct slot *slot)
 
 int kvq__mover_copy(struct kvq__move *move, bool *any)
 {
-    struct kvq__mover *mover = move->ticket.core->mover;
+    struct kvq__mover *mover = move->ticket.core->moving.mover;
     struct pump p = {.move = move, .own = AT_ONCE};
     bool empty_all = true;
     int rc = 0;
@@ -225,8 +225,8 @@ int kvq__mover_copy(struct kvq__move *move, bool *any)
 bool kvq__mover_drained(struct kvq__core *core)
 {
     bool drained = true;
-    for (uint32_t i = 0; core->mover && i < SLOTS; i++) {
-        struct slot *slot = &core->mover->slots[i];
+    for (uint32_t i = 0; core->moving.mover && i < SLOTS; i++) {
+        struct slot *slot = &core->moving.mover->slots[i];
         struct kvq__gpu *gpu = slot->state == FILLING    ? slot->source
                                : slot->state == EMPTYING ? slot->target
                                                          : NULL;
@@ -239,7 +239,7 @@ bool kvq__mover_drained(struct kvq__core *core)
 
 void kvq__mover_sync(struct kvq__core *core)
 {
-    for (uint32_t i = 0; core->mover && i + 1 < core->n_pools; i++)
-        if (core->mover->streams[i] && kvq__gpu_enter(core->pools[i + 1].gpu) == KVQ_GPU_OK)
-            kvq__gpu_driver(core->pools[i + 1].gpu)->stream_sync(core->mover->streams[i]);
+    for (uint32_t i = 0; core->moving.mover && i + 1 < core->n_pools; i++)
+        if (core->moving.mover->streams[i] && kvq__gpu_enter(core->pools[i + 1].gpu) == KVQ_GPU_OK)
+            kvq__gpu_driver(core->pools[i + 1].gpu)->stream_sync(core->moving.mover->streams[i]);
 }

@@ -245,7 +245,7 @@ static void finish_park(struct kvq__park *t, int status)
     kvq__ticket_enter(&t->ticket, KVQ__OVER);
     if (t->ticket.kind == KVQ__TICKET_PARK)
         tell_parked(t);
-    if (t->ticket.core->n_fetch_wanted) // somebody may have asked for it meanwhile
+    if (t->ticket.core->disk.n_wanted) // somebody may have asked for it meanwhile
         kvq__park_want(t->ticket.core);
 }
 
@@ -430,7 +430,7 @@ bool kvq__parks_busy(const struct kvq__core *core)
     for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t))
         if (t->ticket.phase == KVQ__LEAVING || t->ticket.phase == KVQ__RELEASING)
             return true;
-    return core->n_turning_back > 0;
+    return core->disk.n_turning_back > 0;
 }
 
 // ---- Coming back ----
@@ -447,7 +447,7 @@ void kvq__fetch_ask(struct kvq__session *s)
     for (uint32_t i = 0; i < s->shards; i++)
         if (kvq__group_member(s, i))
             ask_one(kvq__group_member(s, i));
-    if (s->core->n_fetch_wanted)
+    if (s->core->disk.n_wanted)
         kvq__park_want(s->core);
 }
 

@@ -49,7 +49,7 @@ RB_GENERATE_STATIC(kvq__forget_tree, kvq__forget, tree, compare_forgets)
 
 static void set_phase(struct kvq__core *core, struct kvq__forget *f, enum kvq__forget_phase phase)
 {
-    struct kvq__forgets *all = &core->forgets;
+    struct kvq__forgets *all = &core->disk.forgets;
     assert(phase < KVQ__FORGET_PHASES);
     TAILQ_REMOVE(&all->in[f->phase], f, link);
     all->n_out -= f->phase == KVQ__FORGET_TAKEN;
@@ -60,7 +60,8 @@ static void set_phase(struct kvq__core *core, struct kvq__forget *f, enum kvq__f
 
 static bool has_to_go(const struct kvq__core *core)
 {
-    return core->forgets.n_out < FORGETS_OUT && !TAILQ_EMPTY(&core->forgets.in[KVQ__FORGET_WAITS]);
+    return core->disk.forgets.n_out < FORGETS_OUT &&
+           !TAILQ_EMPTY(&core->disk.forgets.in[KVQ__FORGET_WAITS]);
 }
 
 static struct kvq__forget forget_key(const char *ns, const char *name, uint64_t stamp)
@@ -75,15 +76,15 @@ static struct kvq__forget *forget_of(const struct kvq__core *core, const char *n
                                      uint64_t stamp)
 {
     struct kvq__forget key = forget_key(ns, name, stamp);
-    struct kvq__forget_tree tree = core->forgets.tree; // finding changes nothing
+    struct kvq__forget_tree tree = core->disk.forgets.tree; // finding changes nothing
     return RB_FIND(kvq__forget_tree, &tree, &key);
 }
 
 void kvq__forgets_open(struct kvq__core *core)
 {
-    RB_INIT(&core->forgets.tree);
+    RB_INIT(&core->disk.forgets.tree);
     for (uint32_t i = 0; i < KVQ__FORGET_PHASES; i++)
-        TAILQ_INIT(&core->forgets.in[i]);
+        TAILQ_INIT(&core->disk.forgets.in[i]);
 }
 
 void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, const char *name,
@@ -95,8 +96,8 @@ void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, c
     if (!f) // the next start sees to those without names
         return;
     *f = forget_key(ns->name, name, stamp);
-    RB_INSERT(kvq__forget_tree, &core->forgets.tree, f);
-    TAILQ_INSERT_TAIL(&core->forgets.in[f->phase], f, link);
+    RB_INSERT(kvq__forget_tree, &core->disk.forgets.tree, f);
+    TAILQ_INSERT_TAIL(&core->disk.forgets.in[f->phase], f, link);
     if (has_to_go(core))
         kvq__park_want(core);
 }
@@ -128,15 +129,15 @@ bool kvq__park_forgotten(const struct kvq__core *core, const char *ns, const cha
 
 static void forget_free(struct kvq__core *core, struct kvq__forget *f)
 {
-    RB_REMOVE(kvq__forget_tree, &core->forgets.tree, f);
-    TAILQ_REMOVE(&core->forgets.in[f->phase], f, link);
-    core->forgets.n_out -= f->phase == KVQ__FORGET_TAKEN;
+    RB_REMOVE(kvq__forget_tree, &core->disk.forgets.tree, f);
+    TAILQ_REMOVE(&core->disk.forgets.in[f->phase], f, link);
+    core->disk.forgets.n_out -= f->phase == KVQ__FORGET_TAKEN;
     kvq__deallocate(core, f, sizeof *f);
 }
 
 void kvq__park_keep(struct kvq__core *core, const char *ns, const char *name)
 {
-    struct kvq__forget_tree *tree = &core->forgets.tree;
+    struct kvq__forget_tree *tree = &core->disk.forgets.tree;
     struct kvq__forget key = forget_key(ns, name, 0), *next;
     assert(ns[0] && name[0]);
     struct kvq__forget *f = RB_NFIND(kvq__forget_tree, tree, &key);
@@ -152,7 +153,7 @@ void kvq__park_keep(struct kvq__core *core, const char *ns, const char *name)
 // they stand in its order. NULL = none.
 static struct kvq__forget *first_due(const struct kvq__core *core, enum kvq__forget_phase phase)
 {
-    struct kvq__forget *f = TAILQ_FIRST(&core->forgets.in[phase]);
+    struct kvq__forget *f = TAILQ_FIRST(&core->disk.forgets.in[phase]);
     return f && core->now >= f->at ? f : NULL;
 }
 
@@ -170,7 +171,7 @@ void kvq__forgets_tick(struct kvq__core *core)
 void kvq__forgets_close(struct kvq__core *core)
 {
     struct kvq__forget *f;
-    while ((f = RB_MIN(kvq__forget_tree, &core->forgets.tree)))
+    while ((f = RB_MIN(kvq__forget_tree, &core->disk.forgets.tree)))
         forget_free(core, f);
 }
 
@@ -188,13 +189,13 @@ static bool next_forget(struct kvq__core *core, struct kvq__store_job *job)
 {
     bool some = has_to_go(core);
     if (some)
-        take_forget(core, TAILQ_FIRST(&core->forgets.in[KVQ__FORGET_WAITS]), job);
+        take_forget(core, TAILQ_FIRST(&core->disk.forgets.in[KVQ__FORGET_WAITS]), job);
     return some;
 }
 
 bool kvq__park_last_forget(struct kvq__core *core, struct kvq__store_job *job)
 {
-    struct kvq__forgets *all = &core->forgets;
+    struct kvq__forgets *all = &core->disk.forgets;
     struct kvq__forget *f;
     while ((f = TAILQ_FIRST(&all->in[KVQ__FORGET_WAITS])) ||
            (f = TAILQ_FIRST(&all->in[KVQ__FORGET_LATER]))) {
@@ -261,7 +262,7 @@ static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
 {
     const struct kvq__namespace *ns;
     struct kvq__session *s = NULL, *first;
-    if (core->n_fetch_wanted == 0 || core->n_reading >= FETCHES_OUT)
+    if (core->disk.n_wanted == 0 || core->disk.n_reading >= FETCHES_OUT)
         return false;
     TAILQ_FOREACH (ns, &core->namespaces, link)
         if (ns->n_reading < FETCHES_OF_ONE && (first = first_fetch(ns)) &&

@@ -18,9 +18,9 @@ static void count_reading(struct kvq__session *s, enum kvq__residency from, enum
     struct kvq__core *core = s->core;
     s->ns->n_reading += is_read_back(to);
     s->ns->n_reading -= is_read_back(from);
-    core->n_reading += is_read_back(to);
-    core->n_reading -= is_read_back(from);
-    if (is_read_back(from) && !is_read_back(to) && core->n_fetch_wanted)
+    core->disk.n_reading += is_read_back(to);
+    core->disk.n_reading -= is_read_back(from);
+    if (is_read_back(from) && !is_read_back(to) && core->disk.n_wanted)
         kvq__park_want(core);
 }
 
@@ -43,15 +43,15 @@ void kvq__residency_set(struct kvq__session *s, enum kvq__residency to)
     assert(!s->move || to == KVQ__RESIDENT || to == KVQ__LOADING || to == KVQ__ENDED);
     if (from == KVQ__FETCH_WANTED) {
         TAILQ_REMOVE(&s->ns->fetches, s, fetch.link);
-        core->n_fetch_wanted--;
+        core->disk.n_wanted--;
     }
-    core->n_offloaded -= kvq__is_offloaded(s);
+    core->disk.n_offloaded -= kvq__is_offloaded(s);
     s->residency = to;
-    core->n_offloaded += kvq__is_offloaded(s);
+    core->disk.n_offloaded += kvq__is_offloaded(s);
     if (to == KVQ__FETCH_WANTED) {
         s->fetch.at = core->now;
         TAILQ_INSERT_TAIL(&s->ns->fetches, s, fetch.link);
-        core->n_fetch_wanted++;
+        core->disk.n_wanted++;
     }
     count_reading(s, from, to);
 }

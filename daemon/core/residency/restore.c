@@ -305,7 +305,7 @@ static void hold_layers(struct kvq__restore *r)
             s->layers[i].packer = r; // nobody packs what is not there
             s->n_loading++;
         }
-    r->core->n_loading++;
+    r->core->disk.n_loading++;
 }
 
 static void restore_free(struct kvq__restore *r)
@@ -367,7 +367,7 @@ static int begin_restore(struct kvq__core *core, struct kvq__namespace *ns,
         restore_free(r);
         return rc;
     }
-    LIST_INSERT_HEAD(&core->restores, r, link);
+    LIST_INSERT_HEAD(&core->disk.restores, r, link);
     *out = r;
     return 0;
 }
@@ -506,7 +506,7 @@ int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq_
         return rc;
     }
     take_blocks(r);
-    LIST_INSERT_HEAD(&core->restores, r, link);
+    LIST_INSERT_HEAD(&core->disk.restores, r, link);
     *restore = r;
     return 0;
 }
@@ -676,11 +676,11 @@ static bool is_looked_at(const struct kvq__session *s)
 static bool end_turning_back(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
-    assert(r->turns_back && r->core->n_turning_back > 0);
+    assert(r->turns_back && r->core->disk.n_turning_back > 0);
     if (!s->dropped && is_looked_at(s))
         return false;
     LIST_REMOVE(r, link);
-    r->core->n_turning_back--;
+    r->core->disk.n_turning_back--;
     if (!s->dropped) {
         turn_back(r, s);
         s->restore = NULL;
@@ -694,7 +694,7 @@ bool kvq__restores_poll(struct kvq__core *core)
 {
     struct kvq__restore *r, *next;
     bool any = false;
-    for (r = core->n_turning_back ? LIST_FIRST(&core->restores) : NULL; r; r = next) {
+    for (r = core->disk.n_turning_back ? LIST_FIRST(&core->disk.restores) : NULL; r; r = next) {
         next = LIST_NEXT(r, link);
         if (r->turns_back)
             any |= end_turning_back(r);
@@ -712,7 +712,7 @@ static void begin_turning_back(struct kvq__restore *r, int status)
     assert(r->fetches && s->restore == r && !s->move);
     assert(LIST_EMPTY(&r->followers) && LIST_EMPTY(&r->nodes));
     r->turns_back = true;
-    r->core->n_turning_back++;
+    r->core->disk.n_turning_back++;
     kvq__residency_set(s, KVQ__TURNING_BACK);
     kvq__staging_give(r->core, &r->staging);
     kvq__step_leave(s);
@@ -793,7 +793,7 @@ void kvq__restores_each_ref(const struct kvq__core *core,
                             void (*see)(void *context, const struct kvq__ref *ref), void *context)
 {
     const struct kvq__restore *r;
-    LIST_FOREACH (r, &core->restores, link)
+    LIST_FOREACH (r, &core->disk.restores, link)
         for (uint32_t i = 0; i < r->n; i++)
             see(context, &r->arriving[i].ref);
 }

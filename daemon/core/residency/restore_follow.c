@@ -59,7 +59,7 @@ static int follow(struct kvq__session *s, struct kvq__restore *r)
     LIST_INSERT_HEAD(&s->follows, f, of_session);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (r->session->layers[i].loading && s->layers[i].loading++ == 0 && s->n_loading++ == 0)
-            s->core->n_loading++;
+            s->core->disk.n_loading++;
     return 0;
 }
 
@@ -78,8 +78,8 @@ bool kvq__layer_came(struct kvq__session *s, uint32_t layer)
     assert(l->loading > 0 && s->n_loading > 0);
     if (--l->loading > 0 || --s->n_loading > 0)
         return false;
-    assert(s->core->n_loading > 0);
-    s->core->n_loading--;
+    assert(s->core->disk.n_loading > 0);
+    s->core->disk.n_loading--;
     return true;
 }
 

@@ -130,7 +130,7 @@ static bool waits_at_limit(const struct kvq__restore *r)
 static bool comes_later(const struct kvq__restore *r)
 {
     const struct kvq__restore *other;
-    LIST_FOREACH (other, &r->core->restores, link)
+    LIST_FOREACH (other, &r->core->disk.restores, link)
         if (is_beside(r, other) && other->ticket && (!r->ticket || other->ticket < r->ticket) &&
             (!waits_at_limit(other) || other->session->ns == r->session->ns))
             return true;
@@ -141,7 +141,7 @@ static bool comes_later(const struct kvq__restore *r)
 static bool others_hold(const struct kvq__restore *r)
 {
     const struct kvq__restore *other;
-    LIST_FOREACH (other, &r->core->restores, link)
+    LIST_FOREACH (other, &r->core->disk.restores, link)
         if (is_beside(r, other) && other->reserved > 0)
             return true;
     return false;
@@ -151,7 +151,7 @@ static void take_restore_ticket(struct kvq__restore *r)
 {
     if (r->ticket)
         return;
-    r->ticket = ++r->core->last_ticket;
+    r->ticket = ++r->core->room.last_ticket;
     r->since = r->core->now;
 }
 
@@ -188,7 +188,7 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
         return false;
     take_restore_ticket(r);
     if (r->looked && core->now < r->looked + KVQ__LEAST_LOOK_NS &&
-        (r->evictions == core->evictions_ended || core->n_evicting > 0))
+        (r->evictions == core->evict.ended || core->evict.n > 0))
         return true;
     struct kvq__eviction_request asked = {.shortage = refused,
                                           .since = r->since,
@@ -201,7 +201,7 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
     if (help == KVQ__HELP_LATER && kvq__admission_too_late(r->since, look_at))
         help = KVQ__HELP_NONE;
     r->looked = core->now;
-    r->evictions = core->evictions_ended;
+    r->evictions = core->evict.ended;
     return help != KVQ__HELP_NONE || others_hold(r);
 }
 

@@ -22,7 +22,7 @@ uint32_t kvq__session_saves(const struct kvq__session *s)
 {
     const struct kvq__save *save;
     uint32_t n = 0;
-    LIST_FOREACH (save, &s->core->saves, link)
+    LIST_FOREACH (save, &s->core->disk.saves, link)
         for (uint32_t i = 0; i < save->n_shards; i++)
             n += save->ids[i] == s->id;
     return n;
@@ -376,7 +376,7 @@ static int begin_save(struct kvq__session *s, bool parks, struct kvq__save **out
         save->core = s->core;
         save->ns = s->ns;
         save->parks = parks;
-        save->stamp = ++s->core->last_stamp;
+        save->stamp = ++s->core->last.stamp;
     }
     for (uint32_t i = 0; i < s->shards && rc == 0; i++)
         if (kvq__group_member(s, i))
@@ -389,7 +389,7 @@ static int begin_save(struct kvq__session *s, bool parks, struct kvq__save **out
     for (uint32_t i = 0; i < save->n_shards; i++)
         hold_saved(save, &save->shards[i]);
     save->holding = true;
-    LIST_INSERT_HEAD(&s->core->saves, save, link);
+    LIST_INSERT_HEAD(&s->core->disk.saves, save, link);
     *out = save;
     return 0;
 }
@@ -581,7 +581,7 @@ void kvq__saves_each_ref(const struct kvq__core *core,
                          void (*see)(void *context, const struct kvq__ref *ref), void *context)
 {
     const struct kvq__save *save;
-    LIST_FOREACH (save, &core->saves, link)
+    LIST_FOREACH (save, &core->disk.saves, link)
         for (uint32_t i = 0; i < save->n_shards; i++)
             for (uint32_t j = 0; j < save->shards[i].n; j++)
                 see(context, &save->shards[i].held[j].ref);

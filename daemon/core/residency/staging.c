@@ -18,7 +18,7 @@ struct kvq__staging {
 struct kvq__staging *kvq__staging_take(struct kvq__core *core, struct kvq__gpu *gpu)
 {
     struct kvq__staging *f;
-    LIST_FOREACH (f, &core->stagings, link)
+    LIST_FOREACH (f, &core->disk.stagings, link)
         if (f->gpu == gpu) {
             LIST_REMOVE(f, link);
             return f;
@@ -34,7 +34,7 @@ struct kvq__staging *kvq__staging_take(struct kvq__core *core, struct kvq__gpu *
 void kvq__staging_give(struct kvq__core *core, struct kvq__staging **staging)
 {
     if (*staging)
-        LIST_INSERT_HEAD(&core->stagings, *staging, link);
+        LIST_INSERT_HEAD(&core->disk.stagings, *staging, link);
     *staging = NULL;
 }
 
@@ -84,7 +84,7 @@ int kvq__staging_bring(struct kvq__staging *f, uint8_t *to, size_t at, size_t by
 void kvq__stagings_close(struct kvq__core *core)
 {
     struct kvq__staging *f;
-    while ((f = LIST_FIRST(&core->stagings))) {
+    while ((f = LIST_FIRST(&core->disk.stagings))) {
         const struct kvq_gpu_driver *d = kvq__gpu_driver(f->gpu);
         LIST_REMOVE(f, link);
         if (kvq__gpu_enter(f->gpu) == 0) {

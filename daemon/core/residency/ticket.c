@@ -47,7 +47,7 @@ void kvq__ticket_enter(struct kvq__ticket *t, enum kvq__phase to)
 struct kvq__ticket *kvq__ticket_after(const struct kvq__core *core,
                                       const struct kvq__ticket *ticket, uint32_t kinds)
 {
-    struct kvq__ticket *t = ticket ? TAILQ_NEXT(ticket, link) : TAILQ_FIRST(&core->tickets);
+    struct kvq__ticket *t = ticket ? TAILQ_NEXT(ticket, link) : TAILQ_FIRST(&core->tickets.list);
     while (t && !(kinds & 1u << t->kind))
         t = TAILQ_NEXT(t, link);
     return t;
@@ -57,7 +57,7 @@ struct kvq__ticket *kvq__ticket_after(const struct kvq__core *core,
 int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, bool evicts, char *text)
 {
     const bool moves = kind == KVQ__TICKET_MOVE;
-    const uint32_t *n = core->n_tickets;
+    const uint32_t *n = core->tickets.n;
     uint32_t all = moves ? n[KVQ__TICKET_MOVE] : n[KVQ__TICKET_PARK] + n[KVQ__TICKET_FETCH];
     uint32_t kinds = moves ? KVQ__MOVE_TICKETS : KVQ__PARK_TICKETS;
     struct kvq__ticket *t = kvq__ticket_after(core, NULL, kinds);
@@ -82,9 +82,9 @@ void kvq__ticket_begin(struct kvq__ticket *t)
     struct kvq__core *core = t->core;
     assert(t->id == 0 && t->phase == KVQ__QUEUED && t->ns && t->place && t->name[0]);
     assert(t->size >= sizeof *t);
-    t->id = ++core->last_ticket_id;
-    TAILQ_INSERT_TAIL(&core->tickets, t, link);
-    core->n_tickets[t->kind]++;
+    t->id = ++core->tickets.last;
+    TAILQ_INSERT_TAIL(&core->tickets.list, t, link);
+    core->tickets.n[t->kind]++;
 }
 
 void kvq__ticket_finish(struct kvq__ticket *t, int status)
@@ -119,7 +119,7 @@ void kvq__ticket_fill_info(const struct kvq__ticket *t, struct kvq__move_info *i
 const struct kvq__ticket *kvq__ticket_find(const struct kvq__core *core, uint64_t id)
 {
     const struct kvq__ticket *t;
-    TAILQ_FOREACH (t, &core->tickets, link)
+    TAILQ_FOREACH (t, &core->tickets.list, link)
         if (t->id == id)
             return t;
     return NULL;
@@ -141,7 +141,7 @@ int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_
 void kvq__tickets_tick(struct kvq__core *core)
 {
     struct kvq__ticket *t, *after;
-    for (t = TAILQ_FIRST(&core->tickets); t; t = after) {
+    for (t = TAILQ_FIRST(&core->tickets.list); t; t = after) {
         after = TAILQ_NEXT(t, link);
         if (t->phase == KVQ__OVER && core->now - t->finished_at >= KEEP_NS)
             kvq__ticket_free(t);
@@ -151,8 +151,8 @@ void kvq__tickets_tick(struct kvq__core *core)
 void kvq__ticket_free(struct kvq__ticket *t)
 {
     struct kvq__core *core = t->core;
-    assert(t->phase == KVQ__OVER && core->n_tickets[t->kind] > 0);
-    TAILQ_REMOVE(&core->tickets, t, link);
-    core->n_tickets[t->kind]--;
+    assert(t->phase == KVQ__OVER && core->tickets.n[t->kind] > 0);
+    TAILQ_REMOVE(&core->tickets.list, t, link);
+    core->tickets.n[t->kind]--;
     kvq__deallocate(core, t, t->size);
 }

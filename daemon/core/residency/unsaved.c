@@ -74,9 +74,9 @@ static bool take_if_unsaved(struct ask *ask, struct kvq__session *s)
     struct kvq__session *first = first_shard(s);
     if (!is_wanted(first, ask->which, ask->idle_ns))
         return false;
-    if (first->saving.ask == ask->core->unsaved_asks)
+    if (first->saving.ask == ask->core->unsaved.asks)
         return true;
-    first->saving.ask = ask->core->unsaved_asks;
+    first->saving.ask = ask->core->unsaved.asks;
     if (ask->n < ask->max) {
         struct kvq__unsaved *out = &ask->out[ask->n];
         snprintf(out->ns, sizeof out->ns, "%s", first->ns->name);
@@ -100,7 +100,7 @@ static void put_back(struct kvq__session *s)
 // Those that stand in the list just now: who is put back may come to its end.
 static void look_at_list(struct ask *ask, enum kvq__unsaved_list which, uint32_t looks)
 {
-    struct kvq__session_list *list = &ask->core->unsaved[which];
+    struct kvq__session_list *list = &ask->core->unsaved.lists[which];
     struct kvq__session *s = TAILQ_FIRST(list), *next;
     const struct kvq__session *last = TAILQ_LAST(list, kvq__session_list);
     for (; s && ask->n < ask->max && looks-- > 0; s = next) {
@@ -114,7 +114,7 @@ static void look_at_list(struct ask *ask, enum kvq__unsaved_list which, uint32_t
 // They stand in the order of their last use.
 static void look_at_used(struct ask *ask)
 {
-    struct kvq__session *s = TAILQ_FIRST(&ask->core->unsaved[KVQ__UNSAVED_IN_USE]), *next;
+    struct kvq__session *s = TAILQ_FIRST(&ask->core->unsaved.lists[KVQ__UNSAVED_IN_USE]), *next;
     for (; s && ask->n < ask->max; s = next) {
         next = TAILQ_NEXT(s, saving.link);
         ask->core->lookup.looks++;
@@ -129,7 +129,7 @@ static void take_all_unsaved(struct ask *ask)
 {
     struct kvq__session *s;
     for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
-        TAILQ_FOREACH (s, &ask->core->unsaved[i], saving.link)
+        TAILQ_FOREACH (s, &ask->core->unsaved.lists[i], saving.link)
             take_if_unsaved(ask, s);
 }
 
@@ -137,7 +137,7 @@ uint32_t kvq__core_unsaved(struct kvq__core *core, uint32_t which, uint64_t idle
                            struct kvq__unsaved *out, uint32_t max)
 {
     struct ask ask = {core, which, idle_ns, out, 0, max};
-    core->unsaved_asks++;
+    core->unsaved.asks++;
     if (which == KVQ__UNSAVED_ALL) {
         take_all_unsaved(&ask);
         return ask.n;

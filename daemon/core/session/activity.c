@@ -18,7 +18,7 @@ static bool is_packed_on_stream(const struct kvq__session *s)
 
 uint32_t kvq__session_uses(const struct kvq__session *s, uint32_t of)
 {
-    uint32_t own = (s->core->packer.session == s) + (s->restore != NULL);
+    uint32_t own = (s->core->packing.packer.session == s) + (s->restore != NULL);
     uint32_t uses = 0;
     assert(of != 0 && s->refs >= own);
     uses |= LIST_EMPTY(&s->handles) ? 0 : KVQ__USE_OPEN;

@@ -37,7 +37,7 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for another client");
     c->core = core;
     c->peer = *peer;
-    c->id = ++core->last_client;
+    c->id = ++core->last.client;
     c->first_generation = first_generation(core->config.run, c->id);
     c->connected_at = core->now;
     snprintf(c->name, sizeof c->name, "%s", name ? name : "");

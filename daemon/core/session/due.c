@@ -19,8 +19,8 @@ enum {
 void kvq__dues_open(struct kvq__core *core)
 {
     for (uint32_t i = 0; i < KVQ__DUE_SLOTS; i++)
-        core->dues[i] = &core->due_lists[i];
-    core->due_now = &core->due_lists[KVQ__DUE_SLOTS];
+        core->due.slots[i] = &core->due.lists[i];
+    core->due.now = &core->due.lists[KVQ__DUE_SLOTS];
 }
 
 static uint64_t slot_of_time(uint64_t ns)
@@ -40,7 +40,7 @@ static void set_at(struct kvq__session *s, uint64_t at)
 {
     at = kvq__max(at, s->core->now);
     kvq__due_clear(s);
-    LIST_INSERT_HEAD(s->core->dues[slot_of_time(at) % KVQ__DUE_SLOTS], s, timer.link);
+    LIST_INSERT_HEAD(s->core->due.slots[slot_of_time(at) % KVQ__DUE_SLOTS], s, timer.link);
     s->timer.listed = true;
 }
 
@@ -91,21 +91,22 @@ static void act_when_due(struct kvq__session *s)
 // another look.
 static void take_slot(struct kvq__core *core, uint64_t at)
 {
-    struct kvq__session_bucket **slot = &core->dues[at % KVQ__DUE_SLOTS], *empty = core->due_now;
+    struct kvq__session_bucket **slot = &core->due.slots[at % KVQ__DUE_SLOTS],
+                               *empty = core->due.now;
     assert(LIST_EMPTY(empty));
-    core->due_now = *slot;
+    core->due.now = *slot;
     *slot = empty;
 }
 
 void kvq__dues_tick(struct kvq__core *core)
 {
-    uint64_t last = slot_of_time(core->now), at = core->due_slot;
+    uint64_t last = slot_of_time(core->now), at = core->due.slot;
     struct kvq__session *s;
     assert(at <= last);
     if (last - at >= KVQ__DUE_SLOTS)
         at = last - KVQ__DUE_SLOTS + 1;
     for (uint32_t n = 0; n < AT_ONCE;) {
-        if ((s = LIST_FIRST(core->due_now))) {
+        if ((s = LIST_FIRST(core->due.now))) {
             kvq__due_clear(s);
             act_when_due(s);
             n++;
@@ -115,5 +116,5 @@ void kvq__dues_tick(struct kvq__core *core)
             break;
         }
     }
-    core->due_slot = kvq__min(at, last); // the slot of now is not over
+    core->due.slot = kvq__min(at, last); // the slot of now is not over
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// When published sessions are looked at (due.c). It owns the timer wheel, core->dues. Part of
+// When published sessions are looked at (due.c). It owns the timer wheel, core->due.slots. Part of
 // state.h.
 #ifndef KVQ_DAEMON_CORE_SESSION_DUE_H
 #define KVQ_DAEMON_CORE_SESSION_DUE_H

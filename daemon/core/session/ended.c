@@ -13,8 +13,8 @@
 
 static void spend_work(struct kvq__core *core, uint64_t work)
 {
-    core->release_left -= work < core->release_left ? work : core->release_left;
-    core->released += work;
+    core->freeing.left -= work < core->freeing.left ? work : core->freeing.left;
+    core->freeing.done += work;
 }
 
 // Keeps n_ended of the session's arena right: it counts ending sessions that still have pages.
@@ -63,10 +63,10 @@ static void drop_extras(struct kvq__session *s, const struct kvq__drop *drop)
 static bool give_session_back(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    assert(s->ended.listed && !s->published && s->ended.flight <= core->last_flight);
+    assert(s->ended.listed && !s->published && s->ended.flight <= core->last.flight);
     // Requests that began since it ended have not found it.
     struct kvq__drop drop = kvq__session_drop_by(s, s->ended.flight);
-    while (core->release_left > 0 && has_pages(s))
+    while (core->freeing.left > 0 && has_pages(s))
         spend_work(core, pop_ended_page(s, &drop));
     note_pages(s);
     if (!has_pages(s))
@@ -75,17 +75,17 @@ static bool give_session_back(struct kvq__session *s)
         return false;
     if (s->refs > 0)
         return true;
-    while (core->release_left > 0 && s->ids.n_parts > 0) {
+    while (core->freeing.left > 0 && s->ids.n_parts > 0) {
         kvq__ids_pop(s);
         spend_work(core, 1);
     }
-    return s->ids.n_parts == 0 && core->release_left > 0 && kvq__given_end(s);
+    return s->ids.n_parts == 0 && core->freeing.left > 0 && kvq__given_end(s);
 }
 
 static void leave_list(struct kvq__session *s)
 {
     assert(s->ended.listed);
-    TAILQ_REMOVE(&s->core->ended, s, link);
+    TAILQ_REMOVE(&s->core->freeing.ended, s, link);
     s->ended.listed = false;
     note_pages(s);
 }
@@ -93,7 +93,7 @@ static void leave_list(struct kvq__session *s)
 static void go_on_with_ended(struct kvq__core *core)
 {
     struct kvq__session *s;
-    while (core->release_left > 0 && (s = TAILQ_FIRST(&core->ended))) {
+    while (core->freeing.left > 0 && (s = TAILQ_FIRST(&core->freeing.ended))) {
         if (!give_session_back(s))
             return;
         leave_list(s);
@@ -142,9 +142,9 @@ static void list_ended(struct kvq__session *s)
     assert(!s->published && !s->writer && LIST_EMPTY(&s->handles) && LIST_EMPTY(&s->tables));
     assert(!s->ended.listed && !s->ended.finish.phase);
     s->ended.listed = true;
-    s->ended.flight = s->core->last_flight;
+    s->ended.flight = s->core->last.flight;
     kvq__ids_cut(s, 0);
-    TAILQ_INSERT_TAIL(&s->core->ended, s, link);
+    TAILQ_INSERT_TAIL(&s->core->freeing.ended, s, link);
     note_pages(s);
 }
 
@@ -190,8 +190,8 @@ void kvq__ended_add(struct kvq__session *s)
 
 bool kvq__ended_poll(struct kvq__core *core)
 {
-    core->release_left = core->config.release_work;
-    bool any = kvq__deferred_free(core, false) || !TAILQ_EMPTY(&core->ended);
+    core->freeing.left = core->config.release_work;
+    bool any = kvq__deferred_free(core, false) || !TAILQ_EMPTY(&core->freeing.ended);
     go_on_with_ended(core);
     return any;
 }
@@ -227,24 +227,24 @@ static struct kvq__session *find_unused(const struct kvq__session_list *list,
 bool kvq__ended_reclaim(struct kvq__namespace *ns)
 {
     struct kvq__core *core = ns->core;
-    struct kvq__session *s = find_unused(&core->ended, ns);
-    uint64_t left = core->release_left;
+    struct kvq__session *s = find_unused(&core->freeing.ended, ns);
+    uint64_t left = core->freeing.left;
     if (!s && (s = find_unused(&core->finishing, ns)))
         kvq__ended_finished(s);
     if (!s)
         return false;
-    core->release_left = UINT64_MAX;
+    core->freeing.left = UINT64_MAX;
     give_session_back(s);
     leave_list(s);
     kvq__session_dispose(s);
-    core->release_left = left;
+    core->freeing.left = left;
     return true;
 }
 
 void kvq__ended_close(struct kvq__core *core)
 {
-    core->release_left = UINT64_MAX;
+    core->freeing.left = UINT64_MAX;
     go_on_with_ended(core);
     kvq__deferred_free(core, true);
-    assert(TAILQ_EMPTY(&core->ended) && TAILQ_EMPTY(&core->deferred));
+    assert(TAILQ_EMPTY(&core->freeing.ended) && TAILQ_EMPTY(&core->freeing.deferred));
 }

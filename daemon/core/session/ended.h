@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions that have ended, whose memory is not free yet (ended.c). It owns core->ended and
+// Sessions that have ended, whose memory is not free yet (ended.c). It owns core->freeing.ended and
 // core->finishing. Part of state.h.
 #ifndef KVQ_DAEMON_CORE_SESSION_ENDED_H
 #define KVQ_DAEMON_CORE_SESSION_ENDED_H

@@ -67,16 +67,16 @@ void kvq__exact_note(struct kvq__session *s)
         kvq__exact_leave(s); // for good, or until it goes back
     if (!s->published || s->prompt.listed || !s->prompt.exact || !within)
         return;
-    TAILQ_INSERT_TAIL(&s->core->prompts, s, prompt.link);
-    s->core->n_prompts++;
+    TAILQ_INSERT_TAIL(&s->core->prompts.list, s, prompt.link);
+    s->core->prompts.n++;
     s->prompt.listed = true;
 }
 
 void kvq__exact_leave(struct kvq__session *s)
 {
     if (s->prompt.listed)
-        TAILQ_REMOVE(&s->core->prompts, s, prompt.link);
-    s->core->n_prompts -= s->prompt.listed;
+        TAILQ_REMOVE(&s->core->prompts.list, s, prompt.link);
+    s->core->prompts.n -= s->prompt.listed;
     s->prompt.listed = false;
 }
 
@@ -163,8 +163,8 @@ static void give_way(struct prompts *p, const struct kvq__shortage *shortage,
         uint64_t bytes = counts ? kvq__exact_bytes(m) : 0;
         m->prompt.gives_way = true;
         if (m->prompt.listed) {
-            TAILQ_REMOVE(&m->core->prompts, m, prompt.link);
-            TAILQ_INSERT_HEAD(&m->core->prompts, m, prompt.link);
+            TAILQ_REMOVE(&m->core->prompts.list, m, prompt.link);
+            TAILQ_INSERT_HEAD(&m->core->prompts.list, m, prompt.link);
         }
         kvq__exact_unused(m);
         if (bytes)
@@ -198,17 +198,17 @@ static bool look_at_prompt(struct kvq__session *s, const struct kvq__shortage *s
 static void look_at_prompts(struct kvq__core *core, const struct kvq__shortage *shortage,
                             struct prompts *p)
 {
-    struct kvq__session *s = TAILQ_FIRST(&core->prompts), *next;
-    uint32_t n = core->n_prompts, looks = 0;
+    struct kvq__session *s = TAILQ_FIRST(&core->prompts.list), *next;
+    uint32_t n = core->prompts.n, looks = 0;
     p->some = n > LOOKS;
     for (; s && looks < n && looks < LOOKS; looks++, s = next) {
         next = TAILQ_NEXT(s, prompt.link);
         core->lookup.looks++;
-        core->evict_work += s->n_layers;
+        core->evict.work += s->n_layers;
         if (look_at_prompt(s, shortage, p) || n <= LOOKS)
             continue;
-        TAILQ_REMOVE(&core->prompts, s, prompt.link);
-        TAILQ_INSERT_TAIL(&core->prompts, s, prompt.link);
+        TAILQ_REMOVE(&core->prompts.list, s, prompt.link);
+        TAILQ_INSERT_TAIL(&core->prompts.list, s, prompt.link);
     }
     if (looks < n)
         p->there += p->there / looks * (n - looks);

@@ -119,7 +119,7 @@ struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id)
 
 void kvq__lookup_add(struct kvq__session *s)
 {
-    assert(s->id > 0 && s->id <= s->core->last_session);
+    assert(s->id > 0 && s->id <= s->core->last.session);
     grow(s->core);
     s->lookup.hash = hash_of(s->ns, s->name);
     insert(&s->core->lookup, s);

@@ -276,7 +276,7 @@ static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t to
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__grant *grant)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
-    uint64_t freed = s->core->freed;
+    uint64_t freed = s->core->room.freed;
     assert(!kvq__is_offloaded(s));
     if (want < had) // another entry of the request has taken more
         return 0;
@@ -298,7 +298,7 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__gran
     }
     if (rc < 0) {
         kvq__pages_unreserve(s, had);
-        s->core->freed = freed; // shorter blocks were replaced: nobody who waits gains by it
+        s->core->room.freed = freed; // shorter blocks were replaced: nobody who waits gains by it
     }
     return rc;
 }
@@ -532,7 +532,7 @@ uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer)
 
 static struct kvq__session_list *list_of(const struct kvq__session *s)
 {
-    return s->pool->gpu ? &s->core->gpu_packs : &s->core->pack_queue;
+    return s->pool->gpu ? &s->core->packing.gpus : &s->core->packing.host;
 }
 
 void kvq__pack_queue(struct kvq__session *s)

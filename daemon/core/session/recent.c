@@ -44,12 +44,12 @@ static void list(struct kvq__session *s, enum kvq__unsaved_list at)
 {
     struct kvq__core *core = s->core;
     assert(s->published || at == KVQ__SAVED);
-    assert(s->saving.list < KVQ__UNSAVED_LISTS && (!s->saving.list || core->n_unsaved > 0));
+    assert(s->saving.list < KVQ__UNSAVED_LISTS && (!s->saving.list || core->unsaved.n > 0));
     if (s->saving.list)
-        TAILQ_REMOVE(&core->unsaved[s->saving.list], s, saving.link);
+        TAILQ_REMOVE(&core->unsaved.lists[s->saving.list], s, saving.link);
     if (at)
-        TAILQ_INSERT_TAIL(&core->unsaved[at], s, saving.link);
-    core->n_unsaved += (at != 0) - (s->saving.list != 0);
+        TAILQ_INSERT_TAIL(&core->unsaved.lists[at], s, saving.link);
+    core->unsaved.n += (at != 0) - (s->saving.list != 0);
     s->saving.list = at;
 }
 

@@ -34,7 +34,7 @@ int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__s
     s->n_layers = n_layers;
     s->idle_since = ns->core->now;
     s->saving.commits = 1;
-    s->serial = ++ns->core->last_serial;
+    s->serial = ++ns->core->last.serial;
     LIST_INIT(&s->handles);
     LIST_INIT(&s->tables);
     *out = s;
@@ -160,7 +160,7 @@ void kvq__session_dispose(struct kvq__session *s)
 void kvq__session_publish(struct kvq__session *s)
 {
     assert(!s->published && !s->dropped && s->id == 0);
-    s->id = ++s->core->last_session;
+    s->id = ++s->core->last.session;
     s->ns->used[KVQ__SESSIONS]++;
     s->core->n_sessions++;
     TAILQ_INSERT_TAIL(&s->ns->sessions, s, link);
@@ -668,7 +668,7 @@ int kvq__session_drop_named(struct kvq__core *core, const struct kvq__peer *peer
 
 bool kvq__shortage_counts(const struct kvq__shortage *s, const struct kvq__session *session)
 {
-    session->core->shortage_looks++;
+    session->core->freeing.shortage_looks++;
     if (s->code != KVQ_E_QUOTA)
         return session->pool == s->pool;
     return session->ns == s->ns && kvq__pool_limit(session->pool) == kvq__pool_limit(s->pool);

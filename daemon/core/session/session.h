@@ -237,13 +237,13 @@ struct kvq__session {
     } evict;
     struct {                    // demote.c
         struct kvq__pool *home; // the GPU that it goes back to when it is used; NULL = none
-        uint64_t refused;       // 1 + core->evictions_ended when the GPU had no room; 0 = never
+        uint64_t refused;       // 1 + core->evict.ended when the GPU had no room; 0 = never
         uint64_t refused_at;
     } demoted;
     struct { // state.h: deferred frees that end once it is quiet
         struct kvq__given_list given;
         TAILQ_ENTRY(kvq__session) link;
-        bool listed; // it stands in core->givers
+        bool listed; // it stands in core->freeing.givers
     } giver;
     struct {     // ended.c
         struct { // finish.c: before its memory goes
@@ -252,7 +252,7 @@ struct kvq__session {
             uint64_t due;    // from PACKS on: tokens to be packed, of whole pages
             uint32_t sealed; // in SEALS: pages that the index had after the last turn
         } finish;
-        bool listed;              // it stands in core->ended
+        bool listed;              // it stands in core->freeing.ended
         uint64_t flight;          // the last flight that began before its end
         struct kvq__arena *arena; // counts it in n_ended while it still has pages; else NULL
     } ended;

@@ -21,7 +21,7 @@ static int open_own_streams(struct kvq__work_stream *stream)
         stream->alone = stream->alone || kvq__gpu_take_queues(stream->gpu);
     stream->use = stream->alone
                       ? &stream->own_use
-                      : &stream->core->common_use[kvq__gpu_index(stream->core, stream->gpu)];
+                      : &stream->core->streams.common[kvq__gpu_index(stream->core, stream->gpu)];
     if (!stream->alone) {
         stream->gpu_stream = kvq__gpu_stream(stream->gpu, KVQ__GPU_STREAM_COMMON);
         stream->watch = kvq__gpu_stream(stream->gpu, KVQ__GPU_STREAM_COMMON_WATCH);
@@ -136,7 +136,7 @@ static int stream_open(struct kvq__work_stream *stream)
 static struct kvq__work_stream *take_spare(struct kvq__core *core, const struct kvq__gpu *gpu)
 {
     struct kvq__work_stream *stream, *spare = NULL;
-    LIST_FOREACH (stream, &core->spare_streams, link)
+    LIST_FOREACH (stream, &core->streams.spare, link)
         if (stream->gpu == gpu && (!spare || stream->alone))
             spare = stream;
     if (spare)
@@ -156,19 +156,19 @@ static struct kvq__work_stream *stream_new(struct kvq__core *core, struct kvq__g
 
 static size_t uses_bytes(const struct kvq__core *core)
 {
-    return (core->n_pools - 1) * sizeof *core->common_use;
+    return (core->n_pools - 1) * sizeof *core->streams.common;
 }
 
 // Makes what all work streams share.
 static bool open_common(struct kvq__core *core)
 {
-    if (!core->common_use)
-        core->common_use = kvq__allocate(core, uses_bytes(core));
-    if (!core->background)
-        core->background = kvq__allocate(core, sizeof *core->background);
-    if (core->background)
-        core->background->core = core;
-    return core->common_use && core->background;
+    if (!core->streams.common)
+        core->streams.common = kvq__allocate(core, uses_bytes(core));
+    if (!core->packing.queue)
+        core->packing.queue = kvq__allocate(core, sizeof *core->packing.queue);
+    if (core->packing.queue)
+        core->packing.queue->core = core;
+    return core->streams.common && core->packing.queue;
 }
 
 // A work stream that could not be made completely becomes a spare one, for the next attempt to go
@@ -185,12 +185,12 @@ int kvq__work_stream_get(struct kvq__client *client, struct kvq__gpu *gpu,
         stream = stream ? stream : stream_new(core, gpu);
         int error = !stream ? KVQ_E_NO_MEMORY : stream->ready ? 0 : stream_open(stream);
         if (error && stream)
-            LIST_INSERT_HEAD(&core->spare_streams, stream, link);
+            LIST_INSERT_HEAD(&core->streams.spare, stream, link);
         if (error)
             return error;
         stream->client = client;
         *slot = stream;
-        LIST_INSERT_HEAD(&core->streams, stream, link);
+        LIST_INSERT_HEAD(&core->streams.used, stream, link);
     }
     assert((*slot)->ready && (*slot)->client == client && (*slot)->gpu == gpu);
     *out = *slot;
@@ -204,7 +204,7 @@ static void spare(struct kvq__work_stream *stream)
     assert(!stream->client && stream->n == 0 && stream->n_held == 0);
     assert(stream->ended == stream->given);
     LIST_REMOVE(stream, link);
-    LIST_INSERT_HEAD(&stream->core->spare_streams, stream, link);
+    LIST_INSERT_HEAD(&stream->core->streams.spare, stream, link);
 }
 
 void kvq__work_stream_leave(struct kvq__work_stream **pointer)
@@ -222,11 +222,11 @@ void kvq__work_stream_leave(struct kvq__work_stream **pointer)
 void kvq__work_streams_drain(struct kvq__core *core)
 {
     struct kvq__work_stream *stream;
-    while ((stream = LIST_FIRST(&core->streams))) {
+    while ((stream = LIST_FIRST(&core->streams.used))) {
         if (kvq__gpu_enter(stream->gpu) == KVQ_GPU_OK)
             kvq__gpu_driver(stream->gpu)->stream_sync(stream->gpu_stream);
         kvq__work_stream_poll(stream);
-        assert(LIST_FIRST(&core->streams) != stream);
+        assert(LIST_FIRST(&core->streams.used) != stream);
     }
 }
 
@@ -239,20 +239,20 @@ static void hush(const struct kvq__work_stream *stream)
 
 void kvq__work_streams_hush(struct kvq__core *core)
 {
-    hush(LIST_FIRST(&core->streams));
-    hush(LIST_FIRST(&core->spare_streams));
+    hush(LIST_FIRST(&core->streams.used));
+    hush(LIST_FIRST(&core->streams.spare));
 }
 
 void kvq__work_streams_close(struct kvq__core *core)
 {
     struct kvq__work_stream *stream;
-    assert(LIST_EMPTY(&core->streams));
-    kvq__deallocate(core, core->background, sizeof *core->background);
-    while ((stream = LIST_FIRST(&core->spare_streams))) {
+    assert(LIST_EMPTY(&core->streams.used));
+    kvq__deallocate(core, core->packing.queue, sizeof *core->packing.queue);
+    while ((stream = LIST_FIRST(&core->streams.spare))) {
         LIST_REMOVE(stream, link);
         stream_free(stream);
     }
-    kvq__deallocate(core, core->common_use, uses_bytes(core));
+    kvq__deallocate(core, core->streams.common, uses_bytes(core));
 }
 
 // ---- Operations under way ----
