@@ -85,10 +85,10 @@ uint64_t kvq__memory_set_aside(const struct kvq__memory_source *source,
 
 static void tell_memory_source(struct kvq__memory_source *source)
 {
-    struct kvq__huge_counts counts = kvq__huge_counts();
-    uint64_t need = source->pool_bytes / KVQ__HUGE_PAGE;
     if (source->told)
         return;
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    uint64_t need = source->pool_bytes / KVQ__HUGE_PAGE;
     source->told = true;
     kvq__log(KVQ_LOG_INFO, "small_pages",
              "huge_pages_available=%llu pool_needs=%llu text=\"caches lie in small pages\" "
@@ -102,13 +102,17 @@ static void tell_memory_source(struct kvq__memory_source *source)
 static int back_host(const struct kvq__memory *memory, uint64_t at, uint64_t bytes)
 {
     assert(at + bytes <= memory->bytes);
+    int failed;
+    do
+        failed = fallocate(memory->fd, 0, (off_t)at, (off_t)bytes) ? errno : 0;
+    while (failed == EINTR);
     if (memory->huge)
-        return fallocate(memory->fd, 0, (off_t)at, (off_t)bytes) ? KVQ_E_NO_MEMORY : 0;
-    int failed = posix_fallocate(memory->fd, (off_t)at, (off_t)bytes);
+        return failed ? KVQ_E_NO_MEMORY : 0;
     return failed == ENOSPC || failed == ENOMEM ? KVQ_E_NO_MEMORY : 0;
 }
 
-// A mapping of explicit huge pages reserves them for itself, so that these cannot run out later.
+// A mapping of explicit huge pages reserves them for itself, so that these cannot run out later,
+// unless the control group may have none of them.
 static int reserve_huge(size_t bytes, struct kvq__memory *memory)
 {
     char text[KVQ_TEXT_BYTES];
@@ -140,10 +144,10 @@ static void release_host(void *context, struct kvq__memory *memory)
     kvq__shm_close(&shm);
 }
 
-// All its pages, of an extent that was reserved just now.
-static int with_pages(int rc, struct kvq__memory *memory)
+// So many of its pages, of an extent that was reserved just now.
+static int with_pages(int rc, struct kvq__memory *memory, uint64_t bytes)
 {
-    if (rc == 0 && (rc = back_host(memory, 0, memory->bytes)) < 0)
+    if (rc == 0 && (rc = back_host(memory, 0, bytes)) < 0)
         release_host(NULL, memory);
     return rc;
 }
@@ -159,13 +163,13 @@ static int make_host_extent(struct kvq__memory_source *source, size_t bytes, boo
     }
     if (takes_huge_pages(source)) {
         int rc = reserve_huge(bytes, memory);
-        rc = pages ? with_pages(rc, memory) : rc;
+        rc = with_pages(rc, memory, pages ? bytes : KVQ__HUGE_PAGE); // one shows that we may
         if (rc == 0 || source->huge == KVQ__HUGE_REQUIRE)
             return rc;
         tell_memory_source(source);
     }
     int rc = reserve_small(bytes, memory);
-    return pages ? with_pages(rc, memory) : rc;
+    return pages ? with_pages(rc, memory, bytes) : rc;
 }
 
 static int acquire_host(void *context, size_t bytes, struct kvq__memory *memory)

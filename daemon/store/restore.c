@@ -242,7 +242,9 @@ static void tell_loaded(const struct kvq__loading *l)
         return;
     if (l->task.rc < 0) {
         snprintf(text, sizeof text, "not restored: %.200s", l->task.text);
-        kvq__jobs_tell(l->task.jobs, KVQ__EVENT_STORAGE_DAMAGED, l->task.ns, name, text);
+        enum kvq__event_kind kind =
+            l->task.rc == KVQ_E_NO_MEMORY ? KVQ__EVENT_MEMORY_FULL : KVQ__EVENT_STORAGE_DAMAGED;
+        kvq__jobs_tell(l->task.jobs, kind, l->task.ns, name, text);
         return;
     }
     kvq__histogram_add(&l->task.jobs->times.of[what], now - l->task.begun);

@@ -256,13 +256,16 @@ SAVING_TEST(test_two_fetches)
     assert_int_equal(kvq__restore_reserve(r[1], text), KVQ__LATER);
     assert_int_equal(kvq__restore_reserve(r[0], text), KVQ__LATER);
     assert_int_equal(r[0]->reserved, 0);
-    assert_int_equal(kvq__restore_reserve(r[1], text), KVQ__COMPLETE);
+    int rc = KVQ__MORE;
+    while (rc == KVQ__MORE) // a turn for each extent that it gets now
+        rc = kvq__restore_reserve(r[1], text);
+    assert_int_equal(rc, KVQ__COMPLETE);
     char name[KVQ_NAME_BYTES];
     kvq__stored_name(r[1]->session, name);
     assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, name, 0)), 0);
     core_check(kit.core);
     // The other one is told that there is no room, once the first has been used for long enough.
-    int rc = KVQ__LATER;
+    rc = KVQ__LATER;
     for (uint32_t looks = 0; rc == KVQ__LATER && looks < 100; looks++) {
         kvq__evict_back(kit_of(&m, big[1]));
         pass(100 * MS);

@@ -497,7 +497,7 @@ PLAIN_TEST(test_a_grant_says_what_was_refused)
 // Bare extents: who says so takes a block without its pages; for others all of the extent's come.
 PLAIN_TEST(test_bare)
 {
-    start(6, 2);
+    start(6, 1);
     struct kvq__namespace *ns = namespace_of(1000);
     struct kvq__grant bare = {.bare = true};
     struct kvq__ref refs[3] = {0};
@@ -518,6 +518,30 @@ PLAIN_TEST(test_bare)
     memset(refs[0].data, 1, 4096);
     memset(refs[2].data, 1, 64);
     for (int i = 0; i < 3; i++)
+        kvq__block_drop(kit.core, &refs[i], NULL);
+    kit_close(&kit);
+}
+
+// A bare extent that gets no more pages keeps nobody from another extent, and goes back to the
+// system when it is empty.
+PLAIN_TEST(test_bare_without_pages)
+{
+    start(8, 3);
+    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__grant bare = {.bare = true};
+    struct kvq__ref refs[2] = {0};
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), 4096, &bare, &refs[0]), 0);
+    kit.no_pages = true;
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT, NULL, &refs[1]), 0);
+    memset(refs[1].data, 1, EXTENT);
+    kvq__block_drop(kit.core, &refs[0], NULL);
+    assert_int_equal(pool()->extents_taken, 2 * EXTENT);
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT, NULL, &refs[0]), 0);
+    memset(refs[0].data, 1, EXTENT);
+    assert_int_equal(pool()->extents_taken, 2 * EXTENT);
+    assert_int_equal(kit.backed, 0);
+    kit.no_pages = false;
+    for (int i = 0; i < 2; i++)
         kvq__block_drop(kit.core, &refs[i], NULL);
     kit_close(&kit);
 }

@@ -234,15 +234,17 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes)
 
 // ---- Finding one ----
 
-// Zeroes an empty extent of another namespace. Where zeroing takes long, or the extent is bare, the
-// extent goes back to the system, and a new one is made in its place.
+// Zeroes an empty extent of another namespace. Where zeroing takes long, where the extent is bare
+// or is to be, or is larger than it should be, it goes back to the system, and a new one is made
+// in its place.
 static int take_over(struct kvq__core *core, const struct kvq__arena *arena,
                      const struct kvq__wanted *wanted, struct kvq__extent *e,
                      struct kvq__extent **out)
 {
     struct kvq__pool *pool = arena->pool;
     assert(!e->owner && !e->exported && e->used_bytes == 0);
-    if (pool->memory.take || e->bare) {
+    bool bare = e->bare || (wanted->grant && wanted->grant->bare);
+    if (pool->memory.take || bare || e->size->bytes > next_size(arena, wanted)->bytes) {
         extent_release(core, pool, e);
         return extent_acquire(core, arena, wanted, out);
     }
@@ -264,17 +266,32 @@ static bool release_unmapped(struct kvq__core *core, struct kvq__pool *pool)
     return false;
 }
 
+// An empty extent that this namespace had before, with all of its pages, unless whoever wants it
+// takes them himself. One that cannot have them goes back to the system if no client has mapped it.
+static bool find_own(struct kvq__core *core, const struct kvq__arena *arena,
+                     const struct kvq__wanted *wanted, uint64_t most, bool unseen,
+                     struct kvq__extent **out)
+{
+    struct kvq__pool *pool = arena->pool;
+    struct kvq__extent *e = find_own_extent(pool, arena->ns, wanted->bytes, most, unseen);
+    *out = e;
+    if (!e || kvq__extent_back(pool, e, wanted->grant) == 0)
+        return e;
+    if (!may_be_mapped(e, pool))
+        extent_release(core, pool, e);
+    *out = NULL;
+    return false;
+}
+
 int kvq__extent_find(struct kvq__core *core, const struct kvq__arena *arena,
                      const struct kvq__wanted *wanted, bool unseen, struct kvq__extent **out)
 {
     struct kvq__pool *pool = arena->pool;
     uint64_t bytes = wanted->bytes;
-    *out = find_own_extent(pool, arena->ns, bytes, next_size(arena, wanted)->bytes, unseen);
-    if (*out)
+    if (find_own(core, arena, wanted, next_size(arena, wanted)->bytes, unseen, out))
         return 0;
     int rc = extent_acquire(core, arena, wanted, out);
-    if (rc && rc != KVQ_E_BUSY &&
-        (*out = find_own_extent(pool, arena->ns, bytes, UINT64_MAX, false)))
+    if (rc && rc != KVQ_E_BUSY && find_own(core, arena, wanted, UINT64_MAX, false, out))
         return 0;
     struct kvq__extent *other = rc && rc != KVQ_E_BUSY ? find_unexported(pool, bytes) : NULL;
     if (other)

@@ -219,10 +219,10 @@ static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
     *out = find_stretch(arena, wanted->passing, wanted->bytes);
     if (!*out && !apart)
         *out = find_stretch(arena, !wanted->passing, wanted->bytes);
-    if (*out)
-        return kvq__extent_back(pool, (*out)->extent, wanted->grant);
+    if (*out && kvq__extent_back(pool, (*out)->extent, wanted->grant) == 0)
+        return 0;
+    *out = NULL;
     int rc = kvq__extent_find(core, arena, wanted, wanted->passing && apart, &e);
-    rc = rc ? rc : kvq__extent_back(pool, e, wanted->grant);
     rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
     if (rc == 0)
         *out = TAILQ_FIRST(&e->blocks);

@@ -40,14 +40,28 @@ static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
     return reserve_block(r, r->session->n_pages ? l->extras_bytes : 0, true, &l->extras);
 }
 
-// Goes on with a layer until that has needed another extent than these: KVQ__MORE then.
-static int reserve_layer(struct kvq__restore *r, struct kvq__layer *l, uint64_t extents)
+// What a turn may take: until the session's namespace has had another extent, and so many pages.
+enum { PAGES_AT_ONCE = 4096 };
+
+struct room_turn {
+    uint64_t extents;
+    uint32_t pages;
+};
+
+static uint64_t extents_of(const struct kvq__session *s)
+{
+    const struct kvq__arena *a = &s->ns->arenas[s->pool - s->core->pools];
+    return a->extents_taken[0] + a->extents_taken[1];
+}
+
+// Goes on with a layer as long as the turn lasts: KVQ__MORE then.
+static int reserve_layer(struct kvq__restore *r, struct kvq__layer *l, struct room_turn *turn)
 {
     const struct kvq__session *s = r->session;
     if (r->page < l->first_page)
         r->page = l->first_page;
     for (; r->page < s->n_pages; r->page++) {
-        if (s->pool->extents_taken != extents)
+        if (extents_of(s) != turn->extents || turn->pages++ >= PAGES_AT_ONCE)
             return KVQ__MORE;
         int rc = reserve_page(r, l, r->page);
         if (rc)
@@ -59,9 +73,9 @@ static int reserve_layer(struct kvq__restore *r, struct kvq__layer *l, uint64_t 
 static int reserve_some(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
-    uint64_t extents = s->pool->extents_taken;
+    struct room_turn turn = {.extents = extents_of(s)};
     for (; r->layer < s->n_layers; r->layer++) {
-        int rc = kvq__layer_owns(s, r->layer) ? reserve_layer(r, &s->layers[r->layer], extents) : 0;
+        int rc = kvq__layer_owns(s, r->layer) ? reserve_layer(r, &s->layers[r->layer], &turn) : 0;
         if (rc)
             return rc;
         r->page = 0;
