@@ -87,6 +87,21 @@ class Ends(Test):
         self.session.tokens = 0
         self.assertEqual(self.queue._left, [])
 
+    def test_that_is_let_go_without_a_credit(self):
+        """No call waits for one to abort it, past what the call itself may take; the wait that
+        frees one aborts it."""
+        step, tickets = self.begin(), self.tickets()
+        self.assertEqual(len(tickets), kvq.work.CREDITS)
+        del step
+        with unittest.mock.patch.object(lib, "kvq_step_abort") as abort:
+            self.queue.order()
+            self.fails(kvq.Code.E_CREDITS, self.queue.submit, "nop", [])
+        abort.assert_not_called()
+        tickets.pop().wait()
+        self.begin_elsewhere()
+        for ticket in tickets:
+            ticket.wait()
+
     def test_of_a_queue_that_closes(self):
         """Is aborted with it, also where all tickets are open; so is one that is let go."""
         for tickets in (False, True):

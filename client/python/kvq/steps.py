@@ -167,7 +167,11 @@ class Step:
         finally:  # what end(), or the body, raised is what the caller wants to see
             self._leave()
             with suppress(RuntimeError, ValueError):  # of another thread's turn, or closed
-                self.turn.run(self.queue._check_open)
+                self.turn.run(self._abort_left)
+
+    def _abort_left(self):
+        self.queue._check_open()
+        self.queue._abort_all_left()  # as abort() does, which waits for a credit
 
     def __del__(self) -> None:
         self._leave()

@@ -35,6 +35,7 @@ OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_atten
               "step": 11}
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
+CREDITS = 8  # requests that a queue may have under way: KVQ_QUEUE_CREDITS of proto/limits.h
 KEPT = 64 << 20  # bytes of a staging buffer that a queue keeps behind a read
 TENSORS = frozenset(("k", "v", "q", "out", "lse", "pages", "ids"))
 NANS = {F16: 0x7e00, BF16: 0x7fc0, F32: 0x7fc00000}
@@ -168,7 +169,13 @@ class Queue:
             local.close()
 
     def _abort_left(self):
-        """Aborts the steps that nobody has any more."""
+        """Aborts the steps that nobody has any more, once there is a credit for that: an abort
+        without one waits, for as long as the oldest request takes."""
+        if sum(t.number > 0 for t in self._tickets) < CREDITS:
+            self._abort_all_left()
+
+    def _abort_all_left(self):
+        """Aborts them now."""
         while self._left:  # others may come behind the first one meanwhile, from any thread
             lib.kvq_step_abort(self.pointer, self._left[0], None, 0)
             self._left.pop(0)
@@ -237,7 +244,10 @@ class Queue:
 
     @alone
     def _wait(self, ticket, ns):
-        check(self._close_ticket(ticket, ns), ticket.entries)
+        code = self._close_ticket(ticket, ns)
+        if self._left:
+            self._abort_left()  # if that was what had the last credit
+        check(code, ticket.entries)
         return ticket.entries
 
     def _close_ticket(self, ticket, ns):
