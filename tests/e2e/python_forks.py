@@ -113,6 +113,16 @@ class Forks(Test):
         made.close()
         self.check_parent()
 
+    def test_within_a_call_with_a_buffer(self):
+        """Which only the parent is in."""
+        buffer = self.client.buffer(4096)
+
+        def look():
+            if kvq.buffers._in_use:
+                raise AssertionError("in use")
+        self.assertEqual(kvq.buffers.in_use([buffer], in_child, look), "done")
+        buffer.close()
+
     def test_a_client_of_its_own(self):
         """It goes on beside its parent's, which is closed here alone."""
         def work():

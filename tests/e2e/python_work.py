@@ -652,6 +652,29 @@ class Interrupts(Test):
         self.assertGreater(moment, 5)
         client.close()
 
+    def test_at_any_moment_of_a_call_with_buffers(self):
+        """They can be closed behind it: in no call is any of them left."""
+        k, v, q, out = (self.client.array((1, heads, 128)) for heads in (2, 2, 8, 8))
+
+        def step():
+            with self.queue.step([self.session], 1) as step:
+                step.append_attend(0, k, v, q, out=out)
+                raise ZeroDivisionError
+        with self.queue.local(max_tokens=1024) as local:
+            local.add(self.session)
+            self.assertRaises(ZeroDivisionError, step)  # makes the queue's staging buffer
+            for moment in self.moments(lambda: self.assertRaises(ZeroDivisionError, step)):
+                self.assertEqual(kvq.buffers._in_use, {}, moment)
+            self.assertGreater(moment, 100)
+            open_one = local.step([self.session], 1)
+            for moment in self.moments(lambda: open_one.attend(0, q, k, v, out=out)):
+                self.assertEqual(kvq.buffers._in_use, {}, moment)
+            self.assertGreater(moment, 100)
+            open_one.abort()
+        self.goes_on(lambda: self.queue.step([self.session], 1), 0)
+        for array in (k, v, q, out):
+            self.client.find_buffer(array).close()
+
     def test_steps_of_this_process(self):
         k, v, q = (self.client.array((2, *getattr(self.tokens, x).shape[2:])) for x in "kvq")
         k[...], v[...], q[...] = (getattr(self.tokens, x)[0, :2] for x in "kvq")

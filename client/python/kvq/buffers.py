@@ -10,7 +10,8 @@ import weakref
 from bisect import bisect_right
 from ctypes import byref, c_void_p
 from itertools import accumulate
-from typing import Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, cast
+from typing import (Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, TypeVar,
+                    cast)
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from .checks import integer
 from .hints import Array, Dtype, HostArray, Shape
 from .views import dtype_of, host_bounds, is_tensor, view
 
+Result = TypeVar("Result")
 F16, BF16, F32 = 1, 2, 3
 _NUMPY: Dict[int, np.dtype[Any]] = {F16: np.dtype(np.float16), BF16: np.dtype(np.uint16),
                                     F32: np.dtype(np.float32)}
@@ -66,45 +68,49 @@ def _with(shape: Shape, last: int) -> Tuple[int, ...]:
     return (*(integer("shape", n, 62) for n in sizes), last)
 
 
-_calls = threading.RLock()  # over the callers of all buffers; a buffer that is collected takes it
-#                              in whatever its thread does
+_calls = threading.RLock()  # over the marks of calls; a buffer that is collected takes it in
+#                              whatever its thread does
+_in_use: Dict[object, List[Any]] = {}  # by the mark of a call the buffers that it has
 
 
 def _begin_anew():
-    """In a forked process: another thread of its parent may have had the lock."""
+    """In a forked process: another thread of its parent may have had the lock, or been in a
+    call."""
     global _calls
     _calls = threading.RLock()
+    _in_use.clear()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-class InUse:
-    """Around a call that hands buffers to the library: no other thread closes them meanwhile."""
+def _use(mark, buffers):
+    held = [b for b in dict.fromkeys(buffers) if b is not None]
+    with _calls:
+        for buffer in held:
+            if not buffer.pointer:
+                raise ValueError("the buffer is closed")
+        _in_use[mark] = held
 
-    def __init__(self, buffers: Iterable[Any]) -> None:
-        self._buffers = [b for b in dict.fromkeys(buffers) if b is not None]
 
-    def __enter__(self) -> None:
-        with _calls:
-            for buffer in self._buffers:
-                if not buffer.pointer:
-                    raise ValueError("the buffer is closed")
-            for buffer in self._buffers:
-                buffer._callers += 1
-
-    def __exit__(self, *_: object) -> None:
-        with _calls:
-            for buffer in self._buffers:
-                buffer._callers -= 1
+def in_use(buffers: Iterable[Any], function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls the function, which hands the buffers to the library: no other thread closes them
+    meanwhile. Marks the call as Turn does, so that no KeyboardInterrupt leaves it counted."""
+    mark = object()
+    try:
+        _use(mark, buffers)
+        return function(*arguments)
+    finally:
+        _in_use.pop(mark, None)
 
 
 def take_pointer(buffer: Any, let_go: Callable[[], None] = lambda: None) -> c_void_p:
     """That of a buffer that is to be closed, which nobody finds open any more; let_go() may refuse
     that. BufferError while another thread is in a call with the buffer."""
     with _calls:
-        if buffer._callers:
-            raise BufferError(f"{buffer._callers} calls of other threads use this buffer of "
+        callers = sum(any(b is buffer for b in held) for held in list(_in_use.values()))
+        if callers:
+            raise BufferError(f"{callers} calls of other threads use this buffer of "
                               f"{buffer.nbytes} bytes; let them end first")
         let_go()
         pointer, buffer.pointer = buffer.pointer, c_void_p()
@@ -175,7 +181,6 @@ class Buffer:
         self.pointer = c_void_p()
         self._used = 0
         self._closing = threading.Lock()
-        self._callers = 0  # calls that hand its address to the library right now
         self._memory: Any
         self._daemon_made = daemon_made
         client._gate.run(self._open, memfd, offset)

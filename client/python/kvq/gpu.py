@@ -30,7 +30,6 @@ class DeviceBuffer:
         self.pointer = c_void_p()
         self._keep = tensor  # its memory must stay while the daemon has it
         self._closing = threading.Lock()
-        self._callers = 0  # calls that hand its address to the library right now
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError("a tensor to be imported must be contiguous")
         client._gate.run(self._open, gpu, tensor)

@@ -11,7 +11,7 @@ import kvq
 
 from . import _ffi
 from ._ffi import lib
-from .buffers import InUse
+from .buffers import in_use
 from .checks import (Shapes, batch, device_tensor, entries as check_entries, in_turn, integer,
                      text)
 from .errors import Code, check
@@ -152,9 +152,8 @@ class Local:
             raise ValueError("k and v must lie in a buffer: they are read until the step's end")
         self._given += given
         earlier = [] if "k" in tensors else self._given  # else this layer's K and V are among them
-        with InUse([*earlier, *(t.owner for t in tensors.values())]):
-            code = lib.kvq_local_attend(self.pointer, byref(work), entries.ctypes.data,
-                                        len(entries))
+        code = in_use([*earlier, *(t.owner for t in tensors.values())], lib.kvq_local_attend,
+                      self.pointer, byref(work), entries.ctypes.data, len(entries))
         check(code)
         return _Done(entries)
 
@@ -216,10 +215,10 @@ class Bucket:
 
         fields = device_fields(self.local.client, check_shape, tensors)
         work, self._tensors[layer] = make_work({"layer": layer, **fields})
-        with InUse(tensor.owner for tensor in self._tensors[layer].values()):
-            code = lib.kvq_local_attend_on_stream(self.local.pointer, self.pointer, byref(work),
-                                                  entries.ctypes.data, len(entries),
-                                                  integer("stream", stream, 64))
+        code = in_use((tensor.owner for tensor in self._tensors[layer].values()),
+                      lib.kvq_local_attend_on_stream, self.local.pointer, self.pointer,
+                      byref(work), entries.ctypes.data, len(entries),
+                      integer("stream", stream, 64))
         check(code, entries)
 
     @alone
@@ -322,10 +321,9 @@ class LocalStep:
         work.ids = self.local.queue._place_ids(entries, self.ids)
         entries = entries[self._left]
         try:
-            with InUse(used):
-                code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
-                                         len(entries))
-                take_counts([self.sessions[i] for i in self._left], entries, code)
+            code = in_use(used, lib.kvq_local_end, self.local.pointer, byref(work),
+                          entries.ctypes.data, len(entries))
+            take_counts([self.sessions[i] for i in self._left], entries, code)
         except BaseException:  # an interrupt: before the commit, or behind it
             self.abort()
             refresh(self.sessions)

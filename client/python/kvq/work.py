@@ -22,7 +22,7 @@ import kvq
 
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
-from .buffers import BF16, F16, F32, Buffer, InUse, dtype_code, numpy_dtype, own_code
+from .buffers import BF16, F16, F32, Buffer, dtype_code, in_use, numpy_dtype, own_code
 from .checks import (Method, Shapes, Turn, array as check_array, batch, choice, counts,
                      entries as check_entries, in_turn, integer, integers, number, owner)
 from .errors import Code, Error, check
@@ -219,9 +219,11 @@ class Queue:
             entries["status"] = 0  # what _close_ticket() sees there is the answer
         ticket = Ticket(self, entries, fields, tensors, keep)
         function = lib.kvq_submit if stream is None else lib.kvq_submit_on_stream
-        with InUse(t.owner for t in tensors.values()):
+
+        def send():
             self._tickets.append(ticket)  # before it is sent: an interrupt may come behind that
-            code = function(*front, *numbers, byref(ticket._number))
+            return function(*front, *numbers, byref(ticket._number))
+        code = in_use((t.owner for t in tensors.values()), send)
         if not ticket.number:
             self._tickets.remove(ticket)
         check(code)
@@ -333,9 +335,9 @@ class Queue:
         entries = make_entries(sessions, append=tokens)
         work, used = step_work(self.client, sessions, entries, k, v)
         work.ids = self._place_ids(entries, ids)
-        with InUse(used):
-            code = lib.kvq_step(self.pointer, byref(work), entries.ctypes.data, len(entries))
-            take_counts(sessions, entries, code)
+        code = in_use(used, lib.kvq_step, self.pointer, byref(work), entries.ctypes.data,
+                      len(entries))
+        take_counts(sessions, entries, code)
         check(code, entries)
 
     def _place_ids(self, entries, ids):
