@@ -644,6 +644,22 @@ class Interrupts(Test):
             self.assertEqual(refused, [], moment)
         self.assertGreater(moment, 30)
 
+    def test_a_turn_that_others_try_to_take(self):
+        """Its thread takes it again, at whatever moment their attempts come."""
+        turn = kvq.checks.Turn("queue")
+
+        def others_come(*_):
+            turn._marks[object()] = 0
+
+        def again():
+            sys.setprofile(others_come)
+            try:
+                turn.run(bool)
+            finally:
+                sys.setprofile(None)
+        turn.run(again)
+        self.assertGreater(len(turn._marks), 3)
+
     def test_at_any_moment_of_a_control_call(self):
         """The client can be closed behind it: in no call of its own is anybody left."""
         client = self.daemon.client()

@@ -171,11 +171,7 @@ class Turn(Home):
     def _take(self, mark):
         self.check_process()
         me = self._marks[mark] = threading.get_ident()
-        try:
-            first = next(iter(self._marks.values()))
-        except RuntimeError:  # they have just changed
-            first = None
-        if first != me:
+        if list(self._marks.values())[0] != me:  # one call of C: they change meanwhile
             raise RuntimeError(f"another thread is using this {self._what}; open one for each "
                                "thread")
 
