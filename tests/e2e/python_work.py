@@ -220,6 +220,19 @@ class Found(unittest.TestCase):
                 self.assertIsNone(self.buffers.find(start, end))
         self.assertEqual({buffer.looks for buffer in made}, {1})
 
+    def test_an_older_one_of_another_thread(self):
+        """What a find has sorted stands for it, also if another thread sets an older one."""
+        sort, before = self.buffers._sort, self.buffers._sorted
+
+        def sort_and_be_late():
+            made = sort()
+            self.buffers._sorted = before
+            return made
+        made, = self.make((100, 10))
+        with unittest.mock.patch.object(self.buffers, "_sort", sort_and_be_late):
+            self.assertIs(self.buffers.find(100, 110), made)
+        self.assertIs(self.buffers.find(100, 110), made)
+
     def test_sorted_once(self):
         made = self.make((100, 10), (200, 10))
         with unittest.mock.patch.object(kvq.buffers.Buffers, "_sort", autospec=True,

@@ -142,9 +142,10 @@ class Buffers(List[Any]):
     def find(self, start: int, end: int) -> Any:
         """The open buffer that holds the bytes from start to before end, or None. Imported memory
         of a GPU may lie in several."""
-        if self._sorted[0] is not self.mark:
-            self._sort()
-        _, starts, reach, buffers = self._sorted
+        held = self._sorted  # once: another thread's find may set an older one
+        if held[0] is not self.mark:
+            held = self._sort()
+        _, starts, reach, buffers = held
         i = bisect_right(starts, start) - 1
         while i >= 0 and end <= reach[i]:
             buffer = buffers[i]
@@ -157,7 +158,9 @@ class Buffers(List[Any]):
         mark = self.mark
         buffers = sorted(self, key=lambda b: b.address)
         ends = accumulate((b.address + b.nbytes for b in buffers), max)
-        self._sorted = mark, [b.address for b in buffers], list(ends), buffers
+        made = mark, [b.address for b in buffers], list(ends), buffers
+        self._sorted = made
+        return made
 
 
 class Buffer:
