@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that nobody ends, and what errors say; python.py runs these."""
+import ast
 import gc
+import glob
 import os
 import re
 import threading
@@ -245,6 +247,20 @@ class Words(Test):
                 for function in re.findall(r"\bkvq_[a-z_]+\b", texts):
                     if hasattr(lib, function):
                         self.assertIn(function, kvq.errors._HERE, f"{folder}/{name}")
+
+    def test_imports(self):
+        """A module has no name that it does not use."""
+        modules = glob.glob(os.path.join(os.path.dirname(kvq.__file__), "*.py"))
+        self.assertGreater(len(modules), 10)
+        for module in modules:
+            if os.path.basename(module) == "__init__.py":
+                continue  # whose names are others'
+            with open(module, encoding="utf-8") as file:
+                nodes = list(ast.walk(ast.parse(file.read())))
+            taken = {(a.asname or a.name).partition(".")[0] for node in nodes
+                     if isinstance(node, (ast.Import, ast.ImportFrom)) for a in node.names}
+            used = {node.id for node in nodes if isinstance(node, ast.Name)}
+            self.assertEqual(taken - used - {"annotations"}, set(), module)
 
     def test_what_they_become(self):
         session = self.client.session([kvq.Layer(8, 2, 128)], "f16")

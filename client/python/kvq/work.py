@@ -13,8 +13,8 @@ from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import (Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set,
-                    SupportsFloat, SupportsIndex, Tuple, TypeVar, cast)
+from typing import (Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, SupportsFloat,
+                    SupportsIndex, Tuple, cast)
 
 import numpy as np
 
