@@ -704,6 +704,40 @@ class Interrupts(Test):
         for array in (k, v, q, out):
             self.client.find_buffer(array).close()
 
+    def test_at_any_moment_of_a_step_of_this_process(self):
+        """The next one begins: whatever was interrupted, it is aborted."""
+        k, v, q, out = (self.client.array((1, heads, 128)) for heads in (2, 2, 8, 8))
+        with self.queue.local(max_tokens=1024) as local:
+            local.add(self.session)
+
+            def step():
+                with local.step([self.session], 1) as step:
+                    step.attend(0, q, k, v, out=out, lse=False)
+                    raise ZeroDivisionError
+            for moment in self.moments(lambda: self.assertRaises(ZeroDivisionError, step)):
+                self.assertEqual(kvq.buffers._in_use, {}, moment)
+                self.goes_on(lambda: local.step([self.session], 1), 0)
+            self.assertGreater(moment, 100)
+
+    def test_an_abort_while_another_thread_has_the_turn(self):
+        """Is refused, and the step stays open, for another abort."""
+        refused = []
+
+        def abort():
+            try:
+                step.abort()
+            except RuntimeError:
+                refused.append(step.open)
+        with self.queue.local(max_tokens=1024) as local:
+            local.add(self.session)
+            step = local.step([self.session], 1)
+            thread = threading.Thread(target=abort)
+            self.queue.turn.run(lambda: (thread.start(), thread.join()))
+            self.assertEqual(refused, [True])
+            step.abort()
+            self.assertFalse(step.open)
+            self.goes_on(lambda: local.step([self.session], 1), 0)
+
     def test_steps_of_this_process(self):
         k, v, q = (self.client.array((2, *getattr(self.tokens, x).shape[2:])) for x in "kvq")
         k[...], v[...], q[...] = (getattr(self.tokens, x)[0, :2] for x in "kvq")

@@ -74,8 +74,12 @@ class Local:
         if not self.pointer:
             raise ValueError("the Local is closed")
         if self._orphaned:
-            self._orphaned = False
+            self._abort_orphan()
+
+    def _abort_orphan(self):
+        if self.pointer:
             lib.kvq_local_abort(self.pointer)
+        self._orphaned = False
 
     def _check_given(self):
         mark = self.client._buffers.mark  # else each layer would look at those of all before it
@@ -340,13 +344,15 @@ class LocalStep:
 
     def abort(self) -> None:
         """Leaves every session as it was."""
-        self.open = False
-        if not self.turn.is_left():
+        if self.turn.is_left():
+            self.open = False
+        else:
             self.turn.run(self._abort)
 
     def _abort(self):
-        if self.local.pointer:
-            lib.kvq_local_abort(self.local.pointer)
+        self.local._orphaned = True  # until it is aborted: an interrupt may come before that
+        self.open = False
+        self.local._abort_orphan()
 
     def __enter__(self) -> LocalStep:
         return self
