@@ -181,6 +181,20 @@ class Ends(Test):
                     ticket.wait()
             self.begin().abort()
 
+    def test_an_abort_behind_the_end(self):
+        """Leaves the step alone that was begun since."""
+        self.arrays()
+        for through in ({}, {"KVQ_LOCAL": "daemon"}):
+            with unittest.mock.patch.dict(os.environ, through), \
+                    self.queue.local(max_tokens=1024) as local:
+                local.add(self.session)
+                ended, before = self.local_step(local), self.session.tokens
+                ended.end()
+                step = self.local_step(local)
+                ended.abort()
+                step.end()
+                self.assertEqual(self.session.refresh(), before + 2)
+
     def test_what_an_incomplete_end_says(self):
         """That its session stands as before, in this process as through the daemon."""
         self.arrays()

@@ -285,7 +285,7 @@ class LocalStep:
             check(0, self.entries)
         except BaseException:
             if not code:  # else another step may be open, and stays so
-                self.abort()
+                self._abort()
             raise
 
     def _check_open(self):
@@ -329,7 +329,7 @@ class LocalStep:
                           entries.ctypes.data, len(entries))
             take_counts([self.sessions[i] for i in self._left], entries, code)
         except BaseException:  # an interrupt: before the commit, or behind it
-            self.abort()
+            self._abort()
             refresh(self.sessions)
             raise
         if not code:
@@ -339,15 +339,19 @@ class LocalStep:
             check(code, entries)
         except Exception:
             if not self.open:
-                self.abort()
+                self._abort()
             raise
 
     def abort(self) -> None:
-        """Leaves every session as it was."""
+        """Leaves every session as it was. Nothing, if the step has ended or was aborted."""
         if self.turn.is_left():
             self.open = False
         else:
-            self.turn.run(self._abort)
+            self.turn.run(self._abort_open)
+
+    def _abort_open(self):
+        if self.open:  # else the Local may have another one by now
+            self._abort()
 
     def _abort(self):
         self.local._orphaned = True  # until it is aborted: an interrupt may come before that
