@@ -98,11 +98,22 @@ class Ends(Test):
         with unittest.mock.patch.object(lib, "kvq_step_abort") as abort:
             self.queue.order()
             self.fails(kvq.Code.E_CREDITS, self.queue.submit, "nop", [])
-        abort.assert_not_called()
-        tickets.pop().wait()
-        self.begin_elsewhere()
+            tickets.pop().wait()
+            abort.assert_not_called()
+        self.begin().abort()  # which waits for its own answer anyway
         for ticket in tickets:
             ticket.wait()
+
+    def test_that_is_let_go_beside_a_slow_request(self):
+        """A wait with a timeout does not wait for its abort, which comes behind the request."""
+        step, ticket = self.begin(), self.queue.submit("nop", [])
+        del step
+        with unittest.mock.patch.object(lib, "kvq_step_abort") as abort, \
+                unittest.mock.patch.object(lib, "kvq_wait", lambda *_: int(kvq.Code.E_DEADLINE)):
+            self.fails(kvq.Code.E_DEADLINE, ticket.wait, 0.01)
+            abort.assert_not_called()
+        ticket.wait()
+        self.begin_elsewhere()
 
     def test_of_a_queue_that_closes(self):
         """Is aborted with it, also where all tickets are open; so is one that is let go."""

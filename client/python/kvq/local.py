@@ -275,9 +275,10 @@ class LocalStep:
         local._check_open()
         self.sessions = batch(sessions, local.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
+        begin = (local.pointer, self.entries.ctypes.data, len(self.entries))
         code = None
         try:
-            code = lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries))
+            code = lib.kvq_local_begin(*begin)
             check(code)
             local._given = []
             self.open = bool((self.entries["status"] == 0).any())
@@ -328,13 +329,13 @@ class LocalStep:
             code = in_use(used, lib.kvq_local_end, self.local.pointer, byref(work),
                           entries.ctypes.data, len(entries))
             take_counts([self.sessions[i] for i in self._left], entries, code)
+            if not code:
+                self._left = [i for i, s in zip(self._left, entries["status"]) if s in _ROOM]
+            self.open = bool(self._left) and (not code or code in (*_ROOM, Code.E_CREDITS))
         except BaseException:  # an interrupt: before the commit, or behind it
             self._abort()
             refresh(self.sessions)
             raise
-        if not code:
-            self._left = [i for i, status in zip(self._left, entries["status"]) if status in _ROOM]
-        self.open = bool(self._left) and (not code or code in (*_ROOM, Code.E_CREDITS))
         try:
             check(code, entries)
         except Exception:

@@ -29,6 +29,8 @@ class Step:
     def _start(self, queue, *arguments):
         begun = c_uint64()
         queue._check_open()
+        if queue._left:
+            queue._abort_left()
         self._connection = queue.client._connection
         try:
             self._begin(queue, *arguments, begun)

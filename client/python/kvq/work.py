@@ -169,9 +169,14 @@ class Queue:
             local.close()
 
     def _abort_left(self):
-        """Aborts the steps that nobody has any more, once there is a credit for that: an abort
-        without one waits, for as long as the oldest request takes."""
+        """Aborts the steps that nobody has any more, if there is a credit for that. For calls that
+        wait for an answer: that of an abort comes behind those of all open tickets, too."""
         if sum(t.number > 0 for t in self._tickets) < CREDITS:
+            self._abort_all_left()
+
+    def _abort_idle(self):
+        """For calls that need not wait: aborts them where no ticket is open."""
+        if not any(t.number > 0 for t in self._tickets):
             self._abort_all_left()
 
     def _abort_all_left(self):
@@ -184,7 +189,7 @@ class Queue:
         if not self.pointer:
             raise ValueError("the queue is closed")
         if self._left:
-            self._abort_left()
+            self._abort_idle()
 
     def _forget(self):
         self.pointer = c_void_p()
@@ -248,7 +253,7 @@ class Queue:
     def _wait(self, ticket, ns):
         code = self._close_ticket(ticket, ns)
         if self._left:
-            self._abort_left()  # if that was what had the last credit
+            self._abort_idle()
         check(code, ticket.entries)
         return ticket.entries
 
