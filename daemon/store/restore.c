@@ -243,7 +243,7 @@ static void tell_loaded(const struct kvq__loading *l)
     if (l->task.rc < 0) {
         snprintf(text, sizeof text, "not restored: %.200s", l->task.text);
         enum kvq__event_kind kind =
-            l->task.rc == KVQ_E_NO_MEMORY ? KVQ__EVENT_MEMORY_FULL : KVQ__EVENT_STORAGE_DAMAGED;
+            l->task.rc == KVQ_E_NO_MEMORY ? KVQ__EVENT_NOT_RESTORED : KVQ__EVENT_STORAGE_DAMAGED;
         kvq__jobs_tell(l->task.jobs, kind, l->task.ns, name, text);
         return;
     }

@@ -513,6 +513,8 @@ PLAIN_TEST(test_bare)
     assert_int_equal(kvq__block_new(kit.core, ns, pool(), 64, NULL, &refs[2]), KVQ_E_NO_MEMORY);
     assert_int_equal(pool()->used_bytes, 3 * 4096);
     kit.no_pages = false;
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), 64, NULL, &refs[2]), KVQ_E_NO_MEMORY);
+    kit.core->now += 100000000; // it is not tried again before
     assert_int_equal(kvq__block_new(kit.core, ns, pool(), 64, NULL, &refs[2]), 0);
     assert_int_equal(kit.backed, 8192 + EXTENT);
     memset(refs[0].data, 1, 4096);
@@ -523,10 +525,10 @@ PLAIN_TEST(test_bare)
 }
 
 // A bare extent that gets no more pages keeps nobody from another extent, and goes back to the
-// system when it is empty.
+// system when it is empty and that one needs its room.
 PLAIN_TEST(test_bare_without_pages)
 {
-    start(8, 3);
+    start(8, 2);
     struct kvq__namespace *ns = namespace_of(1000);
     struct kvq__grant bare = {.bare = true};
     struct kvq__ref refs[2] = {0};
@@ -543,6 +545,25 @@ PLAIN_TEST(test_bare_without_pages)
     kit.no_pages = false;
     for (int i = 0; i < 2; i++)
         kvq__block_drop(kit.core, &refs[i], NULL);
+    kit_close(&kit);
+}
+
+// Blocks that are passed over a bare extent without pages share the next one.
+PLAIN_TEST(test_past_a_bare_extent)
+{
+    start(9, 8);
+    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__grant bare = {.bare = true};
+    struct kvq__ref first = {0}, refs[20] = {0};
+    assert_int_equal(kvq__block_new(kit.core, ns, pool(), 4096, &bare, &first), 0);
+    kit.no_pages = true;
+    for (int i = 0; i < 20; i++)
+        assert_int_equal(kvq__block_new(kit.core, ns, pool(), 4096, NULL, &refs[i]), 0);
+    assert_int_equal(pool()->extents_taken, 2 * EXTENT);
+    kit.no_pages = false;
+    for (int i = 0; i < 20; i++)
+        kvq__block_drop(kit.core, &refs[i], NULL);
+    kvq__block_drop(kit.core, &first, NULL);
     kit_close(&kit);
 }
 

@@ -33,6 +33,7 @@
     X(STORAGE_FULL, storage_full, WARN, "the disk is full, or the store is at its cap")            \
     X(STORAGE_FAILED, storage_failed, WARN, "a save failed that nobody waits for")                 \
     X(STORAGE_DAMAGED, storage_damaged, WARN, "what was stored of a session is damaged")           \
+    X(NOT_RESTORED, not_restored, WARN, "there was no memory to read a stored session")            \
     X(REMOTE_FAILED, remote_failed, WARN, "a push or a pull failed")                               \
     X(DRAINING, draining, INFO, "the daemon is shutting down")
 

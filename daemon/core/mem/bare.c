@@ -8,6 +8,8 @@
 
 #include "daemon/core/state.h"
 
+enum { BACK_AGAIN_NS = 100000000 }; // after the system had no pages for an extent
+
 int kvq__extent_memory(const struct kvq__pool *pool, const struct kvq__grant *grant,
                        struct kvq__extent *e)
 {
@@ -21,13 +23,16 @@ int kvq__extent_memory(const struct kvq__pool *pool, const struct kvq__grant *gr
     return ops->reserve(ops->context, e->size->bytes, &e->memory);
 }
 
-int kvq__extent_back(const struct kvq__pool *pool, struct kvq__extent *e,
-                     const struct kvq__grant *grant)
+int kvq__extent_back(const struct kvq__core *core, const struct kvq__pool *pool,
+                     struct kvq__extent *e, const struct kvq__grant *grant)
 {
     if (!e->bare || (grant && grant->bare))
         return 0;
+    if (core->now < e->back_after)
+        return KVQ_E_NO_MEMORY;
     int rc = pool->memory.back(&e->memory, 0, e->size->bytes);
     e->bare = rc < 0;
+    e->back_after = core->now + BACK_AGAIN_NS;
     return rc;
 }
 

@@ -129,19 +129,6 @@ static struct kvq__extent_size *next_size(const struct kvq__arena *arena,
 
 // ---- Making and giving back ----
 
-// Finds an empty extent that this namespace had before, of so many bytes. unseen: one that no
-// client may have mapped.
-static struct kvq__extent *find_own_extent(struct kvq__pool *pool, const struct kvq__namespace *ns,
-                                           uint64_t least, uint64_t most, bool unseen)
-{
-    struct kvq__extent *e;
-    TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->last == ns && e->size->bytes >= least && e->size->bytes <= most &&
-            !(unseen && e->exported))
-            return e;
-    return NULL;
-}
-
 // Finds an empty extent that another namespace may get: no client may have mapped it.
 static struct kvq__extent *find_unexported(struct kvq__pool *pool, uint64_t bytes)
 {
@@ -243,7 +230,7 @@ static int take_over(struct kvq__core *core, const struct kvq__arena *arena,
 {
     struct kvq__pool *pool = arena->pool;
     assert(!e->owner && !e->exported && e->used_bytes == 0);
-    bool bare = e->bare || (wanted->grant && wanted->grant->bare);
+    bool bare = e->bare || (pool->memory.reserve && wanted->grant && wanted->grant->bare);
     if (pool->memory.take || bare || e->size->bytes > next_size(arena, wanted)->bytes) {
         extent_release(core, pool, e);
         return extent_acquire(core, arena, wanted, out);
@@ -266,36 +253,35 @@ static bool release_unmapped(struct kvq__core *core, struct kvq__pool *pool)
     return false;
 }
 
-// An empty extent that this namespace had before, with all of its pages, unless whoever wants it
-// takes them himself. One that cannot have them goes back to the system if no client has mapped it.
-static bool find_own(struct kvq__core *core, const struct kvq__arena *arena,
-                     const struct kvq__wanted *wanted, uint64_t most, bool unseen,
-                     struct kvq__extent **out)
+// An empty extent that this namespace had before, of so many bytes, with all of its pages unless
+// whoever wants it takes them himself.
+static struct kvq__extent *find_own(struct kvq__core *core, const struct kvq__arena *arena,
+                                    const struct kvq__wanted *wanted, uint64_t most, bool unseen)
 {
-    struct kvq__pool *pool = arena->pool;
-    struct kvq__extent *e = find_own_extent(pool, arena->ns, wanted->bytes, most, unseen);
-    *out = e;
-    if (!e || kvq__extent_back(pool, e, wanted->grant) == 0)
-        return e;
-    if (!may_be_mapped(e, pool))
-        extent_release(core, pool, e);
-    *out = NULL;
-    return false;
+    struct kvq__extent *e;
+    TAILQ_FOREACH (e, &arena->pool->empty, link)
+        if (e->last == arena->ns && e->size->bytes >= wanted->bytes && e->size->bytes <= most &&
+            !(unseen && e->exported) && kvq__extent_back(core, arena->pool, e, wanted->grant) == 0)
+            return e;
+    return NULL;
 }
 
 int kvq__extent_find(struct kvq__core *core, const struct kvq__arena *arena,
                      const struct kvq__wanted *wanted, bool unseen, struct kvq__extent **out)
 {
     struct kvq__pool *pool = arena->pool;
-    uint64_t bytes = wanted->bytes;
-    if (find_own(core, arena, wanted, next_size(arena, wanted)->bytes, unseen, out))
+    *out = find_own(core, arena, wanted, next_size(arena, wanted)->bytes, unseen);
+    if (*out)
         return 0;
     int rc = extent_acquire(core, arena, wanted, out);
-    if (rc && rc != KVQ_E_BUSY && find_own(core, arena, wanted, UINT64_MAX, false, out))
+    if (rc == 0 || rc == KVQ_E_BUSY)
+        return rc;
+    *out = find_own(core, arena, wanted, UINT64_MAX, false);
+    if (*out)
         return 0;
-    struct kvq__extent *other = rc && rc != KVQ_E_BUSY ? find_unexported(pool, bytes) : NULL;
+    struct kvq__extent *other = find_unexported(pool, wanted->bytes);
     if (other)
-        return take_over(core, arena, wanted, other, out);
+        rc = take_over(core, arena, wanted, other, out);
     while (rc == KVQ_E_NO_MEMORY && release_unmapped(core, pool))
         rc = extent_acquire(core, arena, wanted, out);
     return rc;

@@ -85,13 +85,17 @@ static void set_used(struct kvq__block *b)
     RB_REMOVE(kvq__block_tree, tree_of(b), b);
 }
 
-// The shortest free stretch that holds so many bytes, of extents of either kind. NULL: there is
-// none.
-static struct kvq__block *find_stretch(struct kvq__arena *arena, bool passing, uint64_t bytes)
+// The shortest free stretch that holds the block, of extents of either kind that have their pages
+// or can have them. NULL: there is none.
+static struct kvq__block *find_stretch(struct kvq__core *core, struct kvq__arena *arena,
+                                       const struct kvq__wanted *wanted, bool passing)
 {
     struct kvq__extent first = {.number = 0};
-    struct kvq__block least = {.bytes = bytes, .extent = &first};
-    return RB_NFIND(kvq__block_tree, &arena->free[passing], &least);
+    struct kvq__block least = {.bytes = wanted->bytes, .extent = &first};
+    struct kvq__block *b = RB_NFIND(kvq__block_tree, &arena->free[passing], &least);
+    while (b && kvq__extent_back(core, arena->pool, b->extent, wanted->grant) < 0)
+        b = RB_NEXT(kvq__block_tree, &arena->free[passing], b);
+    return b;
 }
 
 // Takes the first bytes of a free stretch; the rest stays free.
@@ -216,19 +220,18 @@ static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
     struct kvq__pool *pool = arena->pool;
     struct kvq__extent *e = NULL;
     bool apart = pool->extents_taken + kvq__extent_unit(pool) <= pool->budget / 2;
-    *out = find_stretch(arena, wanted->passing, wanted->bytes);
+    *out = find_stretch(core, arena, wanted, wanted->passing);
     if (!*out && !apart)
-        *out = find_stretch(arena, !wanted->passing, wanted->bytes);
-    if (*out && kvq__extent_back(pool, (*out)->extent, wanted->grant) == 0)
+        *out = find_stretch(core, arena, wanted, !wanted->passing);
+    if (*out)
         return 0;
-    *out = NULL;
     int rc = kvq__extent_find(core, arena, wanted, wanted->passing && apart, &e);
     rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
     if (rc == 0)
         *out = TAILQ_FIRST(&e->blocks);
     else if (rc != KVQ_E_BUSY)
-        *out = find_stretch(arena, !wanted->passing, wanted->bytes);
-    return *out ? kvq__extent_back(pool, (*out)->extent, wanted->grant) : rc;
+        *out = find_stretch(core, arena, wanted, !wanted->passing);
+    return *out ? 0 : rc;
 }
 
 static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,

@@ -102,7 +102,8 @@ struct kvq__extent {
     struct kvq__arena *owner;      // NULL while empty
     struct kvq__namespace *last;   // the namespace whose bytes it still holds; NULL = zeroed
     bool passing;                  // it holds passing blocks; see the top of this file
-    bool bare;                     // not all of its pages have been taken (bare.c)
+    bool bare;                     // not all of its pages have been taken (bare.c),
+    uint64_t back_after;           // and before this time nobody tries to again
     // Its number among the namespace's extents in this pool that clients may need to map, from 1.
     // 0: no page table has named a block of it.
     uint32_t serial;
@@ -212,8 +213,8 @@ int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
 // takes those that he needs. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM, for the former also KVQ_E_BUSY.
 int kvq__extent_memory(const struct kvq__pool *pool, const struct kvq__grant *grant,
                        struct kvq__extent *extent);
-int kvq__extent_back(const struct kvq__pool *pool, struct kvq__extent *extent,
-                     const struct kvq__grant *grant);
+int kvq__extent_back(const struct kvq__core *core, const struct kvq__pool *pool,
+                     struct kvq__extent *extent, const struct kvq__grant *grant);
 // The pages of a block that was taken with grant->bare, before anybody writes to it. Any thread,
 // while the block is held. 0 or KVQ_E_NO_MEMORY.
 int kvq__block_back(const struct kvq__pool *pool, const struct kvq__block *block);

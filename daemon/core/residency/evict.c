@@ -590,7 +590,7 @@ static enum kvq__help make_room_for(struct kvq__core *core,
     if (prompts == KVQ__HELP_NOW)
         return prompts;
     enum kvq__help others = evict(core, &c, u);
-    if (others == KVQ__HELP_NONE)
+    if (others != KVQ__HELP_NOW)
         asked->in_the_way->reach = kvq__max(asked->in_the_way->reach, reach);
     if (prompts == KVQ__HELP_NONE || others != KVQ__HELP_NONE)
         return others;
