@@ -568,6 +568,15 @@ void kit_codebooks(struct kit *kit)
     kit->book_id = 7; // 0 would be no id
 }
 
+struct kvq__namespace *kit_namespace(struct kit *kit, uint32_t uid)
+{
+    const struct kvq__peer peer = {.uid = uid};
+    struct kvq__namespace *ns;
+    char text[KVQ_TEXT_BYTES];
+    MUST(kvq__namespace_get(kit->core, &peer, NULL, &ns, text) == 0);
+    return ns;
+}
+
 struct kvq__session *kit_of(struct member *m, uint64_t handle)
 {
     struct kvq__handle *h;

@@ -131,6 +131,8 @@ uint64_t kit_fork(struct member *m, uint64_t handle, uint64_t tokens);
 int kit_truncate(struct member *m, uint64_t handle, uint32_t n);
 // So much a namespace may have of a resource (bytes, sessions) from now on.
 void kit_limit(struct kit *kit, const char *ns, uint32_t resource, uint64_t most);
+// The namespace of a user.
+struct kvq__namespace *kit_namespace(struct kit *kit, uint32_t uid);
 struct kvq__session *kit_of(struct member *m, uint64_t handle);
 // Gives a session, which has none, a name.
 static inline void kit_name(struct kvq__session *s, const char *name)

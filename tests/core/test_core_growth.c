@@ -27,15 +27,6 @@ static void start(uint64_t seed, uint64_t pool_bytes, uint64_t extent_bytes)
     n_held = 0;
 }
 
-static struct kvq__namespace *namespace_of(uint32_t uid)
-{
-    const struct kvq__peer peer = {.uid = uid};
-    struct kvq__namespace *ns;
-    char text[KVQ_TEXT_BYTES];
-    assert_int_equal(kvq__namespace_get(kit.core, &peer, NULL, &ns, text), 0);
-    return ns;
-}
-
 static int take(struct kvq__namespace *ns, uint64_t bytes)
 {
     assert_true(n_held < HELD);
@@ -88,7 +79,7 @@ PLAIN_TEST(test_takes_little_more)
 {
     enum { BLOCK = MIB / 8, POOL = 2048 };
     start(1, (uint64_t)POOL * MIB, 64 * MIB);
-    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__namespace *ns = kit_namespace(&kit, 1000);
     uint64_t before = 0;
     while (take(ns, BLOCK) == 0) {
         uint64_t spare = pool()->extents_taken - pool()->used_bytes;
@@ -111,7 +102,7 @@ PLAIN_TEST(test_sizes_fit_blocks)
                  {16384, 16384}, {9216, 65536}, {65536, 65536}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         start(i, 128 * MIB, 64 * MIB);
-        assert_int_equal(take(namespace_of(1000), cases[i].block * 1024), 0);
+        assert_int_equal(take(kit_namespace(&kit, 1000), cases[i].block * 1024), 0);
         assert_int_equal(size_of_last(), cases[i].extent * 1024);
         finish();
     }
@@ -121,7 +112,7 @@ PLAIN_TEST(test_sizes_fit_blocks)
 PLAIN_TEST(test_kinds_grow_apart)
 {
     start(1, 512 * MIB, 64 * MIB);
-    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__namespace *ns = kit_namespace(&kit, 1000);
     for (; n_held < 128; n_held++)
         assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), MIB, NULL, &held[n_held]), 0);
     assert_int_equal(size_of_last(), 4 * MIB);
@@ -136,7 +127,7 @@ PLAIN_TEST(test_large_empty_ones_stay_empty)
 {
     for (uint64_t pool_bytes = 8; pool_bytes <= 16; pool_bytes += 8) {
         start(pool_bytes, pool_bytes * MIB, 8 * MIB);
-        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__namespace *ns = kit_namespace(&kit, 1000);
         assert_int_equal(take(ns, 8 * MIB), 0);
         give(0);
         assert_int_equal(take(ns, 64), 0);
@@ -155,12 +146,12 @@ PLAIN_TEST(test_small_ones_are_few)
         assert_int_equal(pool()->sizes[i].most, KVQ__SMALL_EXTENTS);
     limit_small(MOST);
     for (uint32_t i = 0; i < 3 * MOST; i++) {
-        assert_int_equal(take(namespace_of(1000 + i), 64), 0);
+        assert_int_equal(take(kit_namespace(&kit, 1000 + i), 64), 0);
         assert_int_equal(size_of_last(), UNIT << i / MOST);
     }
     give(0);
     kit_tick(&kit, 11 * 1000000000ull); // it goes back
-    assert_int_equal(take(namespace_of(999), 64), 0);
+    assert_int_equal(take(kit_namespace(&kit, 999), 64), 0);
     assert_int_equal(size_of_last(), UNIT);
     finish();
 }
@@ -195,7 +186,7 @@ PLAIN_TEST(test_places)
         limit_small(1 + kit_below(&kit, 6));
         for (uint32_t i = 0; i < 300; i++) {
             if (kit_chance(&kit, 60) || !n_held)
-                take(namespace_of(1000 + kit_below(&kit, 4)),
+                take(kit_namespace(&kit, 1000 + kit_below(&kit, 4)),
                      (1 + kit_below(&kit, (uint32_t)(extent / 64))) * 64ull);
             else
                 give(kit_below(&kit, n_held));
@@ -239,7 +230,7 @@ PLAIN_TEST(test_refusals)
         struct kvq__namespace *ns[3];
         start(seed, (4 + seed % 30) * UNIT, 8 * MIB);
         for (uint32_t i = 0; i < 3; i++)
-            ns[i] = namespace_of(1000 + i);
+            ns[i] = kit_namespace(&kit, 1000 + i);
         limit_small(kit_chance(&kit, 50) ? 1 + kit_below(&kit, 4) : UINT32_MAX);
         for (uint32_t round = 0; round < 20; round++) {
             uint32_t i,
@@ -262,13 +253,13 @@ PLAIN_TEST(test_small_ones_give_way)
 {
     for (uint32_t other = 0; other < 2; other++) {
         start(other, 16 * MIB, 8 * MIB);
-        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__namespace *ns = kit_namespace(&kit, 1000);
         while (take(ns, UNIT) == 0)
             ;
         assert_int_equal(pool()->sizes[0].n, 8);
         while (n_held > 3) // 6 MiB stay taken
             give(n_held - 1);
-        ns = namespace_of(1000 + other);
+        ns = kit_namespace(&kit, 1000 + other);
         assert_int_equal(take(ns, 8 * MIB), 0);
         assert_int_equal(size_of_last(), 8 * MIB);
         assert_int_equal(take(ns, 4 * MIB), KVQ_E_NO_MEMORY);
@@ -294,11 +285,11 @@ PLAIN_TEST(test_mapped_ones_stay)
     assert_int_equal(kvq__extents_tell(m.client, handle, told, 4, &known, &more, text), 1);
     assert_int_equal(told[0].memory->bytes, UNIT);
     kit_drop(&m, handle);
-    assert_int_equal(take(namespace_of(1000), 8 * MIB), KVQ_E_NO_MEMORY);
-    assert_int_equal(take(namespace_of(1001), 8 * MIB), KVQ_E_NO_MEMORY);
+    assert_int_equal(take(kit_namespace(&kit, 1000), 8 * MIB), KVQ_E_NO_MEMORY);
+    assert_int_equal(take(kit_namespace(&kit, 1001), 8 * MIB), KVQ_E_NO_MEMORY);
     assert_int_equal(pool()->extents_taken, UNIT);
     member_close(&m);
-    assert_int_equal(take(namespace_of(1001), 8 * MIB), 0);
+    assert_int_equal(take(kit_namespace(&kit, 1001), 8 * MIB), 0);
     finish();
 }
 
@@ -313,7 +304,7 @@ static int acquire_small(void *context, size_t bytes, struct kvq__memory *memory
 PLAIN_TEST(test_smaller_for_want_of_room)
 {
     start(1, 128 * MIB, 32 * MIB);
-    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__namespace *ns = kit_namespace(&kit, 1000);
     while (pool()->extents_taken < 64 * MIB)
         assert_int_equal(take(ns, UNIT), 0);
     real_acquire = pool()->memory.acquire;
@@ -326,7 +317,7 @@ PLAIN_TEST(test_smaller_for_want_of_room)
     assert_int_equal(size_of_last(), 2 * UNIT);
     finish();
     start(2, 14 * MIB, 8 * MIB);
-    ns = namespace_of(1000);
+    ns = kit_namespace(&kit, 1000);
     assert_int_equal(take(ns, 8 * MIB), 0);
     assert_int_equal(take(ns, 8 * MIB), KVQ_E_NO_MEMORY);
     assert_int_equal(take(ns, 3 * MIB), 0);

@@ -75,15 +75,6 @@ static void give_all(void)
         give(n_held - 1);
 }
 
-static struct kvq__namespace *namespace_of(uint32_t uid)
-{
-    const struct kvq__peer peer = {.uid = uid};
-    struct kvq__namespace *ns;
-    char text[KVQ_TEXT_BYTES];
-    assert_int_equal(kvq__namespace_get(kit.core, &peer, NULL, &ns, text), 0);
-    return ns;
-}
-
 static uint64_t free_bytes(void)
 {
     return pool()->budget - pool()->used_bytes;
@@ -95,7 +86,7 @@ PLAIN_TEST(test_fills)
     for (uint64_t seed = 1; seed <= 200; seed++) {
         uint64_t extents = 1 + seed % 8, sizes[12];
         start(seed, extents);
-        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__namespace *ns = kit_namespace(&kit, 1000);
         uint32_t n = draw_sizes(sizes, 12);
         uint64_t bytes;
         do
@@ -159,7 +150,7 @@ static uint64_t churn(uint64_t seed, uint32_t namespaces)
     uint64_t sizes[12], worst = 0;
     start(seed, 1 + seed % 8);
     for (uint32_t i = 0; i < namespaces; i++)
-        ns[i] = namespace_of(1000 + i);
+        ns[i] = kit_namespace(&kit, 1000 + i);
     uint32_t n = draw_sizes(sizes, 12);
     for (uint32_t round = 0; round < 20; round++) {
         uint64_t bytes;
@@ -405,7 +396,7 @@ PLAIN_TEST(test_apart_while_there_is_room)
 {
     for (uint64_t extents = 1; extents <= 8; extents++) {
         start(extents, extents);
-        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__namespace *ns = kit_namespace(&kit, 1000);
         struct kvq__ref stays = {0}, passes = {0};
         assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, NULL, &stays), 0);
         assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, NULL, &passes),
@@ -428,7 +419,7 @@ PLAIN_TEST(test_together_for_want_of_memory)
 {
     for (int first = 0; first < 2; first++) {
         start(3, LARGE);
-        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__namespace *ns = kit_namespace(&kit, 1000);
         struct kvq__ref stays = {0}, passes = {0};
         if (first)
             assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, NULL, &stays), 0);
@@ -467,7 +458,7 @@ static void assert_refused(const struct kvq__grant *grant, const struct kvq__nam
 PLAIN_TEST(test_a_grant_says_what_was_refused)
 {
     start(5, 2);
-    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__namespace *ns = kit_namespace(&kit, 1000);
     struct kvq__grant waits = {.may_wait = true}, cannot = {0};
     struct kvq__ref refs[3] = {0};
     pool()->memory.take = make_later;
@@ -498,7 +489,7 @@ PLAIN_TEST(test_a_grant_says_what_was_refused)
 PLAIN_TEST(test_bare)
 {
     start(6, 1);
-    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__namespace *ns = kit_namespace(&kit, 1000);
     struct kvq__grant bare = {.bare = true};
     struct kvq__ref refs[3] = {0};
     assert_int_equal(kvq__block_new(kit.core, ns, pool(), 4096, &bare, &refs[0]), 0);
@@ -529,7 +520,7 @@ PLAIN_TEST(test_bare)
 PLAIN_TEST(test_bare_without_pages)
 {
     start(8, 2);
-    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__namespace *ns = kit_namespace(&kit, 1000);
     struct kvq__grant bare = {.bare = true};
     struct kvq__ref refs[2] = {0};
     assert_int_equal(kvq__block_new(kit.core, ns, pool(), 4096, &bare, &refs[0]), 0);
@@ -552,7 +543,7 @@ PLAIN_TEST(test_bare_without_pages)
 PLAIN_TEST(test_past_a_bare_extent)
 {
     start(9, 8);
-    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__namespace *ns = kit_namespace(&kit, 1000);
     struct kvq__grant bare = {.bare = true};
     struct kvq__ref first = {0}, refs[20] = {0};
     assert_int_equal(kvq__block_new(kit.core, ns, pool(), 4096, &bare, &first), 0);
@@ -571,7 +562,7 @@ PLAIN_TEST(test_past_a_bare_extent)
 PLAIN_TEST(test_bare_for_another)
 {
     start(7, 1);
-    struct kvq__namespace *one = namespace_of(1000), *other = namespace_of(1001);
+    struct kvq__namespace *one = kit_namespace(&kit, 1000), *other = kit_namespace(&kit, 1001);
     struct kvq__grant bare = {.bare = true};
     struct kvq__ref ref = {0};
     assert_int_equal(kvq__block_new(kit.core, one, pool(), 4096, &bare, &ref), 0);
