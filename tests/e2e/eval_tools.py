@@ -128,6 +128,15 @@ class BenchEngines(unittest.TestCase):
         self.assertGreater(forward, own)
         self.assertGreater(own, max(library, python))
 
+    def test_python_of_attention(self):
+        """tools/bench-python-layer.py, with each kind of arrays."""
+        for more in ((), ("--copied",), ("--arrays", "numpy", "--copied")):
+            done = self.bench("--layers", "2", "--tokens", "3", "--steps", "3", *more,
+                              tool="bench-python-layer.py")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertRegex(done.stdout, r"^us a layer: the library [\d.]+, Python [\d.]+, the least "
+                                          r"[\d.]+\n$")
+
     def test_what_cannot_be_meant(self):
         for arguments, said in ((("--tokens", "100"), "multiples of 64"),
                                 (("--threads", "x"), "whole numbers"),

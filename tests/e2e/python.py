@@ -23,6 +23,7 @@ from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
 from python_ends import Ends, Meanwhile, Words
 from python_forks import Forks, LetGo
 from python_hints import Hints
+from python_prepared import Prepared
 from python_private import Private
 from python_work import (
     Buffers, Failures, Found, Given, InUse, Interrupts, Queues, Readers, Readings, Tickets)
@@ -728,4 +729,5 @@ class Examples(Test):
 if __name__ == "__main__":
     sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Ends, Failures, Forks, Found,
                           Given, InUse, Interrupts, LetGo, Meanwhile, Queues, Readers, Readings,
-                          Private, Words, Captures, WithoutGpu, OnGpu, Examples], __doc__))
+                          Prepared, Private, Words, Captures, WithoutGpu, OnGpu, Examples],
+                         __doc__))

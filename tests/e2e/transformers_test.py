@@ -26,7 +26,7 @@ from transformers_rig import (  # before torch: says if it is missing
 from transformers_generate import Attached, Interrupted, Server
 from transformers_refused import Refused
 from transformers_sessions import Examples, Saved, Sessions, Shared
-from transformers_torch import AtHand, TensorsOnTheHost, WithoutTorch
+from transformers_torch import AtHand, TensorsOfALayer, TensorsOnTheHost, WithoutTorch
 
 import torch
 import transformers
@@ -713,5 +713,5 @@ class Weights(Case):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.exit(e2e_rig.run([Families, Llama, Hints, Sessions, Saved, Shared, Examples, Weights,
-                          Refused, Attached, Interrupted, Server, TensorsOnTheHost, AtHand,
-                          WithoutTorch], __doc__))
+                          Refused, Attached, Interrupted, Server, TensorsOnTheHost,
+                          TensorsOfALayer, AtHand, WithoutTorch], __doc__))

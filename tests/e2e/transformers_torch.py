@@ -7,6 +7,8 @@ import unittest.mock
 from e2e_rig import Test, Tokens, kvq, np
 from transformers_rig import torch
 
+import kvq.local
+
 from kvq.transformers import fresh
 
 N = 50  # tokens of a step
@@ -227,6 +229,78 @@ class TensorsOnTheHost(Test):
     def elsewhere(self, step):
         """K in a buffer, with gaps between the values of a head."""
         return self.client.buffer(1 << 20).torch((N, 2, 128 * step), "f32")[:, :, ::step]
+
+
+class TensorsOfALayer(Test):
+    """Attention in this process with tensors like those of the layer's last call."""
+
+    def setUp(self):
+        super().setUp()
+        self.session = self.client.session(Tokens(1, 1, layers=1).rows, "oscar2")
+        self.local = self.queue.local(max_tokens=1024, require=True)
+        self.local.add(self.session)
+
+    def given(self, dtype, inside):
+        """Tensors of a token, with other values and in another place each time."""
+        made = {}
+        for name, heads in (("k", 2), ("v", 2), ("q", 8), ("out", 8)):
+            values = torch.randn(1, heads, 128).to(dtype)
+            made[name] = values
+            if inside or name in "kv":
+                made[name] = self.client.buffer(1 << 13).torch(values.shape, dtype, 1 << 8)
+                made[name].copy_(values)
+        return made
+
+    def anew(self, step, given):
+        """What the same call says if it is checked from the beginning."""
+        self.local._prepared.clear()
+        try:
+            out, lse = step.attend(0, **given)
+            return out.clone(), lse
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    def test_same_answers(self):
+        """In buffers or not, of each dtype; not checked from the beginning but the first."""
+        for inside in (True, False):
+            for dtype in DTYPES.values():
+                with self.local.step([self.session], 1) as step:
+                    self.anew(step, self.given(dtype, inside))
+                    for _ in range(3):
+                        given = self.given(dtype, inside)
+                        with unittest.mock.patch.object(kvq.local, "ask") as ask:
+                            got, lse = step.attend(0, **given)
+                            ask.assert_not_called()
+                        self.assertIs(got, given["out"])
+                        want, want_lse = self.anew(step, {**given, "out": got.clone()})
+                        self.anew(step, given)
+                        self.assertTrue(torch.equal(got, want))
+                        np.testing.assert_array_equal(lse, want_lse)
+                    step.abort()
+
+    def test_what_is_not_alike_is_refused(self):
+        """As by a first call, with the same words: also where the tensor is that of the last call,
+        which was changed."""
+        given = self.given(torch.bfloat16, False)
+        negative = torch._neg_view(given["q"])
+        wrong = [("q", given["q"].to("meta")), ("q", given["q"].to_sparse()), ("q", negative),
+                 ("q", given["q"].double()), ("q", given["q"][:, :4]), ("out", given["q"]),
+                 ("out", given["out"][:, :1].expand(1, 8, 128)), ("k", given["k"].clone())]
+        with self.local.step([self.session], 1) as step:
+            for name, tensor in wrong:
+                self.anew(step, given)
+                step.attend(0, **given)
+                with self.assertRaises((TypeError, ValueError)) as caught:
+                    step.attend(0, **{**given, name: tensor})
+                self.assertEqual((type(caught.exception), str(caught.exception)),
+                                 self.anew(step, {**given, name: tensor}))
+            for change, text in ((given["q"].requires_grad_, "requires gradients"),
+                                 (lambda: given["out"].resize_(1, 4, 128), "out has shape")):
+                step.attend(0, **given)
+                change()
+                self.assertRaisesRegex(ValueError, text, step.attend, 0, **given)
+                given["q"].requires_grad_(False)
+            step.abort()
 
 
 class AtHand(unittest.TestCase):

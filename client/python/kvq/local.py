@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ctypes import byref, c_void_p, cast
-from typing import Any, Dict, Iterable, List, Optional, Sequence, SupportsIndex, Tuple, Type
+from typing import (Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, SupportsIndex, Tuple,
+                    Type)
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from .checks import (Shapes, batch, device_tensor, entries as check_entries, in_
 from .errors import Code, check
 from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output, Threads
 from .openmp import torch_threads
-from .work import (alone, attend, device_fields, make_entries, make_work, refresh, step_work,
+from .prepared import Asked, Prepared
+from .work import (alone, ask, device_fields, make_entries, make_work, refresh, step_work,
                    take_counts)
 
 REQUIRE = 1
@@ -34,6 +36,12 @@ def _threads(asked):
         return {"threads": number}
     return {"threads": number, "parallel": cast(lib.kvq_local_openmp, _ffi.PARALLEL),
             "parallel_context": openmp}
+
+
+class _Answer(NamedTuple):
+    """What work.ask wants of a Ticket."""
+    entries: Entries
+    work: _ffi.Work
 
 
 class Local:
@@ -56,6 +64,7 @@ class Local:
         self.pointer = c_void_p()
         self._buckets: List[Bucket] = []
         self._given: List[Any] = []  # buffers of K and V of the step under way
+        self._prepared: Dict[int, Prepared] = {}  # by layer
         self._found_open: object = None  # the mark of the client's buffers, when these were
         self._orphaned = False  # nobody has the LocalStep under way any more
         options = _ffi.LocalOptions(place=text("place", place),
@@ -126,6 +135,7 @@ class Local:
             return
         for bucket in list(self._buckets):
             bucket.close()
+        self._prepared.clear()
         lib.kvq_local_close(byref(self.pointer))
         self.queue._locals.remove(self)
 
@@ -133,6 +143,7 @@ class Local:
         """In a forked process, which has nothing to give back."""
         for bucket in self._buckets:
             bucket._forget()
+        self._prepared.clear()
         self.pointer = c_void_p()
 
     def __enter__(self) -> Local:
@@ -147,9 +158,8 @@ class Local:
         return self.queue._place(arrays, results)
 
     @alone
-    def call(self, _operation: str, entries: Entries, *, step: int, **fields: Any) -> _Done:
+    def call(self, _operation: str, entries: Entries, *, step: int, **fields: Any) -> _Answer:
         """kvq_local_attend with the fields of struct kvq_work."""
-        self._check_given()
         work, tensors = make_work(fields)
         given = [tensors[n].owner for n in ("k", "v") if n in tensors]
         if self.queue._staging in given:
@@ -159,7 +169,7 @@ class Local:
         code = in_use([*earlier, *(t.owner for t in tensors.values())], lib.kvq_local_attend,
                       self.pointer, byref(work), entries.ctypes.data, len(entries))
         check(code)
-        return _Done(entries)
+        return _Answer(entries, work)
 
 
 class Bucket:
@@ -252,11 +262,6 @@ class Bucket:
         self.pointer = c_void_p()
 
 
-class _Done:
-    def __init__(self, entries: Entries) -> None:
-        self.entries = entries
-
-
 _ROOM = (Code.E_NO_MEMORY, Code.E_QUOTA, Code.E_DEADLINE)  # there may be some later
 
 
@@ -268,6 +273,7 @@ class LocalStep:
                  ids: Optional[Ids] = None) -> None:
         self.local, self.turn, self.ids = local, local.turn, ids
         self._left: List[int] = []  # numbers of the sessions that are not committed yet
+        self._asked: Optional[Asked] = None  # of its last attention
         self._begin(local, sessions, tokens)
 
     @in_turn
@@ -275,6 +281,7 @@ class LocalStep:
         local._check_open()
         self.sessions = batch(sessions, local.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
+        self._append = self.entries["append"].tolist()
         begin = (local.pointer, self.entries.ctypes.data, len(self.entries))
         code = None
         try:
@@ -296,16 +303,30 @@ class LocalStep:
 
     @alone
     def attend(self, layer: SupportsIndex, q: HostArray, k: Optional[HostArray] = None,
-               v: Optional[HostArray] = None, queries: Optional[Counts] = None,
+               v: Optional[HostArray] = None, queries: Optional[Counts] = None, *,
+               out: Optional[HostArray] = None,
                **options: Any) -> Tuple[Output, Optional[Floats]]:
         """Attention of one layer, with arrays and options as for Step.attend. k and v, of the
         step's tokens, lie in buffers and stay as they are until the step's end; None for layers
-        that read another layer's cache. Returns (out, lse)."""
-        append = self.entries["append"].tolist()
-        wanted = [max(n, 1) for n in append] if queries is None else queries
-        entries = make_entries(self.sessions, append=append, queries=wanted)
-        return attend(self.local, "attend", self.sessions, entries, 0, layer, k=k, v=v, q=q,
-                      **options)
+        that read another layer's cache. Returns (out, lse). A layer's call is checked as a whole
+        where its arrays have other shapes, dtypes or strides than in the layer's last one."""
+        local, asked = self.local, self._asked
+        local._check_given()
+        if asked is None or not asked.serve(self.sessions, queries):
+            self._asked = asked = Asked(self.sessions, self._append, queries)
+        arguments = q, k, v, out
+        known = local._prepared.get(layer) if type(layer) is int else None
+        if known is not None:
+            done = known.ask(local, self.sessions, asked, arguments, options)
+            if done is not None:
+                return done
+            del local._prepared[layer]
+        done = ask(local, "attend", self.sessions, asked.entries.copy(), 0, layer, k=k, v=v, q=q,
+                   out=out, **options)
+        known = Prepared.of(self.sessions, asked.rows, arguments, options, done)
+        if known is not None and type(layer) is int:
+            local._prepared[layer] = known
+        return done.out, done.lse
 
     @alone
     def end(self, k: Optional[Sequence[Optional[HostArray]]] = None,

@@ -604,11 +604,25 @@ def _share(one, other):
         return True
 
 
-def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, q=None, out=None,
-           lse=True, past_only=False, dtype=None, out_dtype=None, pages=None, timeout=None):
-    """One request of append, attend or both. Returns (out, lse): `out` as given, or a new array of
-    out_dtype (default f32); lse [queries][heads] fp32, or None if lse is False. What is copied is
-    copied once: inputs to the staging buffer, results from there."""
+class Done(NamedTuple):
+    """A request that was done: its results, and by name what it was made of."""
+    out: Output
+    lse: Optional[Floats]
+    work: _ffi.Work
+    arrays: Dict[str, Optional[Array]]  # k, v, q and out as they were given, tensors as arrays
+    placed: Dict[str, Placed]           # these where the library found them, and lse
+
+
+def attend(*arguments, **options):
+    """ask() for (out, lse) alone."""
+    return ask(*arguments, **options)[:2]
+
+
+def ask(queue, operation, sessions, entries, step, layer, *, k=None, v=None, q=None, out=None,
+        lse=True, past_only=False, dtype=None, out_dtype=None, pages=None, timeout=None):
+    """One request of append, attend or both. Its results are `out` as given, or a new array of
+    out_dtype (default f32), and lse [queries][heads] fp32, or None if lse is False. What is copied
+    is copied once: inputs to the staging buffer, results from there."""
     shapes = Shapes(sessions, layer, entries)
     if not isinstance(lse, bool) or not isinstance(past_only, bool):
         raise TypeError(f"lse is {lse!r}, past_only is {past_only!r}; each is True or False")
@@ -635,29 +649,27 @@ def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, 
         deadline = 1
     names = ("k", "v", "q", "out")
     results = [x for x in (arrays["out"], log_sum) if x is not None]
-    placed = queue._place([*(arrays[n] for n in names), log_sum], results)
+    places = queue._place([*(arrays[n] for n in names), log_sum], results)
+    placed = {n: own for n, own in zip((*names, "lse"), places) if own is not None}
     try:
         if pages is not None:
             fields, table = _page_fields(queue, sessions, layer, pages, entries, dtype)
-        for name, own in zip(names, placed):
-            if own is not None:
-                fields[name] = own.tensor(kinds[name])
-        if log_sum is not None:
-            own = placed[4]
-            fields["lse"] = own.buffer.strided(own.offset, *own.array.strides, F32)
+        for name, own in placed.items():
+            fields[name] = own.tensor(kinds[name]) if name != "lse" else \
+                own.buffer.strided(own.offset, *own.array.strides, F32)
         ticket = queue.call(operation, entries, step=step, layer=layer, deadline_ns=deadline,
                             flags=PAST_ONLY if past_only else 0, **fields)
     finally:
         if table is not None:
             table.close()
-    for result, own in zip((arrays["out"], log_sum), placed[3:]):
+    for result, own in ((arrays["out"], placed.get("out")), (log_sum, placed.get("lse"))):
         if own is not None and own.copied:
-            _fetch(result, own.array, ticket.entries)
+            fetch(result, own.array, ticket.entries)
     check(0, ticket.entries)
-    return out, log_sum
+    return Done(out, log_sum, ticket.work, arrays, placed)
 
 
-def _fetch(result, staged, entries):
+def fetch(result, staged, entries):
     """Rows of a result from where the daemon wrote them; those of entries that failed stay."""
     if (entries["status"] == 0).all():
         result[...] = staged
