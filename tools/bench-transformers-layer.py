@@ -18,10 +18,12 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import kvq.transformers
-from kvq.transformers import cache as kvq_cache, rows as kvq_rows
+from kvq._ffi import lib
+from kvq.transformers import cache as kvq_cache
 from kvq.transformers.attention import kvq_attention
 
 PIECE = 512  # tokens of the prompt at a time
+CALLS = "kvq_local_begin", "kvq_local_attend", "kvq_local_end"  # of in-context mode, in a step
 
 
 class Clock:
@@ -41,24 +43,11 @@ class Clock:
         return timed
 
 
-class TimedLibrary:
-    """libkvq, whose calls of in-context mode are timed."""
-
-    def __init__(self, clock, library):
-        self._clock, self._library = clock, library
-
-    def __getattr__(self, name):
-        function = getattr(self._library, name)
-        if name.startswith("kvq_local_"):
-            function = self._clock.around("library", function)
-        setattr(self, name, function)
-        return function
-
-
 def watch():
     """The clock of all that kvq does in a layer."""
     clock = Clock()
-    kvq_rows.lib = TimedLibrary(clock, kvq_rows.lib)
+    for name in CALLS:
+        setattr(lib, name, clock.around("library", getattr(lib, name)))
     kvq_cache.KvqCache.update = clock.around("kvq", kvq_cache.KvqCache.update)
     AttentionInterface.register("kvq", clock.around("kvq", kvq_attention))
     return clock
