@@ -23,10 +23,11 @@ from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
 from python_ends import Ends, Meanwhile, Words
 from python_forks import Forks, LetGo
 from python_hints import Hints
+from python_interrupts import Interrupts
 from python_prepared import Prepared
 from python_private import Private
 from python_work import (
-    Buffers, Failures, Found, Given, InUse, Interrupts, Queues, Readers, Readings, Tickets)
+    Buffers, Failures, Found, Given, InUse, Queues, Readers, Readings, Tickets)
 
 from kvq import _ffi
 from kvq._ffi import lib

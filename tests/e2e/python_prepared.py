@@ -7,7 +7,7 @@ import unittest.mock
 from contextlib import suppress
 
 from e2e_rig import Test, Tokens, kvq, np
-from python_work import Interrupts
+from python_interrupts import Interrupts
 
 import kvq.local
 import kvq.prepared

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_right
+from contextlib import suppress
 from ctypes import byref, c_void_p
 from itertools import accumulate
 from typing import (Any, Callable, Dict, Iterable, List, Optional, SupportsIndex, Tuple, TypeVar,
@@ -104,8 +105,8 @@ def in_use(buffers: Iterable[Any], function: Callable[..., Result], *arguments: 
         _in_use.pop(mark, None)
 
 
-def take_pointer(buffer: Any, let_go: Callable[[], None] = lambda: None) -> c_void_p:
-    """That of a buffer that is to be closed, which nobody finds open any more; let_go() may refuse
+def _take_pointer(buffer, let_go):
+    """From a buffer that is to be closed, which nobody finds open any more; let_go() may refuse
     that. BufferError while another thread is in a call with the buffer."""
     with _calls:
         callers = sum(any(b is buffer for b in held) for held in list(_in_use.values()))
@@ -113,8 +114,18 @@ def take_pointer(buffer: Any, let_go: Callable[[], None] = lambda: None) -> c_vo
             raise BufferError(f"{callers} calls of other threads use this buffer of "
                               f"{buffer.nbytes} bytes; let them end first")
         let_go()
-        pointer, buffer.pointer = buffer.pointer, c_void_p()
-    return pointer
+        buffer.pointer = c_void_p()
+
+
+def close_pointer(buffer: Any, let_go: Callable[[], None] = lambda: None) -> None:
+    """Closes a buffer for the library. Interrupted, it has or has not, as the buffer's pointer then
+    says."""
+    pointer = buffer.pointer
+    try:
+        _take_pointer(buffer, let_go)
+        lib.kvq_buffer_close(byref(pointer))
+    finally:
+        buffer.pointer = pointer  # none, if it was closed
 
 
 class Buffers(List[Any]):
@@ -134,6 +145,11 @@ class Buffers(List[Any]):
     def remove(self, buffer: Any) -> None:
         super().remove(buffer)
         self.mark = object()
+
+    def discard(self, buffer: Any) -> None:
+        """As of a set."""
+        with suppress(ValueError):
+            self.remove(buffer)
 
     def clear(self) -> None:
         super().clear()
@@ -184,33 +200,42 @@ class Buffer:
         self.pointer = c_void_p()
         self._used = 0
         self._closing = threading.Lock()
-        self._memory: Any
+        self._memory: Any = None
+        self._shown: Optional[weakref.ref[Any]] = None  # what is closed of the daemon's
         self._daemon_made = daemon_made
-        client._gate.run(self._open, memfd, offset)
+        try:
+            client._gate.run(self._open, memfd, offset)
+        except BaseException:
+            if self.pointer:  # an interrupt: nobody has the buffer
+                self.close()
+            raise
 
     def _open(self, memfd, offset):
         if self._daemon_made:
             self.client.control(lib.kvq_buffer_create, self.nbytes, byref(self.pointer))
             self.address = lib.kvq_buffer_data(self.pointer)
-            self._memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+            self._show()
         else:
             self._import(memfd, offset)
         self.client._buffers.append(self)
 
     # The mapping is Python's own here, so arrays stay valid after the buffer is closed.
     def _import(self, memfd, offset):
-        own = memfd is None
-        if own:
-            memfd = os.memfd_create("kvq-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # What is made here is kept, and closed, in one call of C's each: an interrupt that comes
+        # behind a call loses what the call has returned.
+        made: List[int] = []
+        closing = map(os.close, made)
         try:
-            if own:
+            if memfd is None:
+                made.extend(map(os.memfd_create, ("kvq-buffer",),
+                                (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
+                memfd, = made
                 os.ftruncate(memfd, self.nbytes)
             self._memory = mmap.mmap(memfd, self.nbytes, offset=offset)
             self.client.control(lib.kvq_buffer_import_memfd, memfd, offset, self.nbytes,
                                 byref(self.pointer))
         finally:
-            if own:
-                os.close(memfd)
+            any(closing)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
 
     def array(self, shape: Shape, dtype: npt.DTypeLike = np.float32, offset: int = 0) -> Array:
@@ -296,13 +321,18 @@ class Buffer:
         made.owner = self
         return made
 
+    def _show(self):
+        """The memory of one that the daemon made."""
+        self._memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+
     def close(self) -> None:
-        """Unregisters it; waits until no request in flight uses it.
+        """Unregisters it; waits until no request in flight uses it. Interrupted, it can be called
+        again.
 
         BufferError while another thread is in a call with it, such as attention in this process,
         and, of a buffer made by the daemon, while arrays still refer to it.
         """
-        if not self.pointer:
+        if not self.pointer and self not in self.client._buffers:
             return
         if self.client._gate.is_left():
             self._forget()
@@ -311,26 +341,27 @@ class Buffer:
 
     def _close(self):
         with self._closing:
-            if not self.pointer:  # another thread was first
-                return
-            pointer = take_pointer(self, self._let_go)
+            if self._daemon_made and self._memory is not None:
+                self._shown = weakref.ref(self._memory)  # anew: Python's collector clears old ones
             try:
-                lib.kvq_buffer_close(byref(pointer))
-            except BaseException:  # an interrupt
-                self.pointer = pointer
-                raise
-            self.client._buffers.remove(self)
-            self._forget()
+                if self.pointer:  # else another thread was first
+                    close_pointer(self, self._let_go)
+            finally:
+                if not self.pointer:
+                    self._forget()
+                    self.client._buffers.discard(self)  # until then close() goes on here
+                elif self._memory is None and self._shown is not None:
+                    self._memory = self._shown()
+                    if self._memory is None:
+                        self._show()
 
     def _let_go(self):
         """The mapping of one that the daemon made ends with it: nothing may refer to it any
         more."""
-        if not self._daemon_made:
+        if self._shown is None:
             return
-        memory = weakref.ref(self._memory)
         self._memory = None
-        if memory() is not None:
-            self._memory = memory()
+        if self._shown() is not None:
             raise BufferError(f"arrays still refer to this buffer of {self.nbytes} bytes, which "
                               "was made by the daemon; let go of them first")
 

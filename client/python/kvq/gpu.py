@@ -13,7 +13,7 @@ from typing import Optional, SupportsIndex
 import kvq
 
 from ._ffi import Tensor, lib
-from .buffers import dtype_code, take_pointer
+from .buffers import close_pointer, dtype_code
 from .checks import integer, text
 from .hints import CudaTensor, Dtype
 from .views import bounds
@@ -32,7 +32,12 @@ class DeviceBuffer:
         self._closing = threading.Lock()
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError("a tensor to be imported must be contiguous")
-        client._gate.run(self._open, gpu, tensor)
+        try:
+            client._gate.run(self._open, gpu, tensor)
+        except BaseException:
+            if self.pointer:  # an interrupt: nobody has the buffer
+                self.close()
+            raise
 
     def _open(self, gpu, tensor):
         if tensor is None:
@@ -71,7 +76,7 @@ class DeviceBuffer:
         """Unregisters it; waits until no request in flight uses it and, if the daemon made it, for
         all work of this process in its CUDA context. BufferError while another thread is in a call
         with it."""
-        if not self.pointer:
+        if not self.pointer and self not in self.client._device_buffers:
             return
         if self.client._gate.is_left():
             self._forget()
@@ -80,16 +85,13 @@ class DeviceBuffer:
 
     def _close(self):
         with self._closing:
-            if not self.pointer:  # another thread was first
-                return
-            pointer = take_pointer(self)
             try:
-                lib.kvq_buffer_close(byref(pointer))
-            except BaseException:  # an interrupt
-                self.pointer = pointer
-                raise
-            self.client._device_buffers.remove(self)
-            self._forget()
+                if self.pointer:  # else another thread was first
+                    close_pointer(self)
+            finally:
+                if not self.pointer:
+                    self._forget()
+                    self.client._device_buffers.discard(self)  # until then close() goes on here
 
     def _forget(self):
         self.pointer = c_void_p()

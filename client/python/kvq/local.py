@@ -2,8 +2,9 @@
 """Attention in this process, over the daemon's memory: in-context mode (kvq.h)."""
 from __future__ import annotations
 
+import weakref
 from ctypes import byref, c_void_p, cast
-from typing import (Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, SupportsIndex, Tuple,
+from typing import (Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, SupportsIndex, Tuple,
                     Type)
 
 import numpy as np
@@ -67,6 +68,7 @@ class Local:
         self._prepared: Dict[int, Prepared] = {}  # by layer
         self._found_open: object = None  # the mark of the client's buffers, when these were
         self._orphaned = False  # nobody has the LocalStep under way any more
+        self._last: Callable[[], Optional[LocalStep]] = lambda: None  # that was begun
         options = _ffi.LocalOptions(place=text("place", place),
                                     max_tokens=integer("max_tokens", max_tokens, 64),
                                     flags=REQUIRE if require else 0,
@@ -89,6 +91,10 @@ class Local:
         if self.pointer:
             lib.kvq_local_abort(self.pointer)
         self._orphaned = False
+
+    def _has_open_step(self):
+        last = self._last()
+        return last is not None and last.open
 
     def _check_given(self):
         mark = self.client._buffers.mark  # else each layer would look at those of all before it
@@ -291,8 +297,9 @@ class LocalStep:
             self.open = bool((self.entries["status"] == 0).any())
             self._left = list(range(len(self.entries)))
             check(0, self.entries)
+            local._last = weakref.ref(self)
         except BaseException:
-            if not code:  # else another step may be open, and stays so
+            if not code and not local._has_open_step():  # else that stays so
                 self._abort()
             raise
 

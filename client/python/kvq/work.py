@@ -208,13 +208,23 @@ class Queue:
 
     # ---- As in kvq.h ----
 
-    @alone
     def submit(self, operation: str, entries: Entries, *, keep: object = None,
                stream: Optional[SupportsIndex] = None, **work: Any) -> Ticket:
         """kvq_submit: operation by name, entries an array [sessions] of ENTRY, work by the fields
         of struct kvq_work (tensors from Buffer.tensor or DeviceBuffer.tensor). With a stream (the
         number of a CUDA stream, torch.cuda.Stream.cuda_stream; 0 is the default one)
-        kvq_submit_on_stream. Returns a Ticket; up to 8 of a queue may be open."""
+        kvq_submit_on_stream. Returns a Ticket; up to 8 of a queue may be open. Interrupted, it
+        waits for what was sent."""
+        made: List[Ticket] = []
+        try:
+            return self._submit(made, operation, entries, keep, stream, work)
+        except BaseException:
+            for ticket in made:
+                self._end(ticket)
+            raise
+
+    @alone
+    def _submit(self, made, operation, entries, keep, stream, work):
         fields, tensors = make_work(work)
         entries = check_entries(entries) if len(entries) else np.zeros(0, ENTRY)
         front = [self.pointer, choice("operation", operation, OPERATIONS), byref(fields),
@@ -226,13 +236,19 @@ class Queue:
         function = lib.kvq_submit if stream is None else lib.kvq_submit_on_stream
 
         def send():
+            made.append(ticket)
             self._tickets.append(ticket)  # before it is sent: an interrupt may come behind that
             return function(*front, *numbers, byref(ticket._number))
-        code = in_use((t.owner for t in tensors.values()), send)
-        if not ticket.number:
-            self._tickets.remove(ticket)
-        check(code)
+        check(in_use((t.owner for t in tensors.values()), send))
         return ticket
+
+    @alone
+    def _end(self, ticket):
+        """Of one that nobody has: it was not sent, or its call was interrupted."""
+        if ticket.number:
+            self._close_ticket(ticket, U64_MAX)
+        else:
+            self._tickets = [t for t in self._tickets if t is not ticket]
 
     @alone
     def call(self, operation: str, entries: Entries, **work: Any) -> Ticket:
