@@ -322,17 +322,18 @@ class LocalStep:
         if asked is None or not asked.serve(self.sessions, queries):
             self._asked = asked = Asked(self.sessions, self._append, queries)
         arguments = q, k, v, out
-        known = local._prepared.get(layer) if type(layer) is int else None
+        at = layer if type(layer) is int else -1
+        known = local._prepared.get(at)
         if known is not None:
             done = known.ask(local, self.sessions, asked, arguments, options)
             if done is not None:
                 return done
-            del local._prepared[layer]
+            del local._prepared[at]
         done = ask(local, "attend", self.sessions, asked.entries.copy(), 0, layer, k=k, v=v, q=q,
                    out=out, **options)
         known = Prepared.of(self.sessions, asked.rows, arguments, options, done)
-        if known is not None and type(layer) is int:
-            local._prepared[layer] = known
+        if known is not None and at >= 0:
+            local._prepared[at] = known
         return done.out, done.lse
 
     @alone

@@ -6,12 +6,13 @@ as uint16.
 """
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 
-_SEEN_AS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16),
-            "float32": np.dtype(np.float32)}
+_SEEN_AS: Dict[str, np.dtype[Any]] = {
+    "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16),
+    "float32": np.dtype(np.float32)}
 _byte_bounds: Any = (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else
                      getattr(np, "byte_bounds"))  # until NumPy 2
 _ASKED = ("data_ptr", "element_size", "shape", "stride", "dtype", "device")

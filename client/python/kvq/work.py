@@ -466,14 +466,14 @@ class Queue:
             if session.read_only:  # its writer goes on without our being told
                 session.refresh()
             tokens = max(session.tokens - start, 0)
-        tokens = self._there(session, start, integer("tokens", tokens))
+        asked = self._there(session, start, integer("tokens", tokens))
         row = session.layer(integer("layer", layer))
         shape = (row.kv_heads, row.head_dim, row.dim_of_v)
         kind = numpy_dtype(dtype)
-        arrays = [np.empty((tokens, shape[0], dim), kind) for dim in shape[1:]]
+        arrays = [np.empty((asked, shape[0], dim), kind) for dim in shape[1:]]
         placed = self._place(arrays, arrays)
         tensors = [p.tensor(dtype) for p in placed]
-        entries = make_entries([session], append=tokens)
+        entries = make_entries([session], append=asked)
         entries["position"] = start
         work = _ffi.Work(layer=layer, k=tensors[0], v=tensors[1])
         marks = placed[0].array[:, 0, 0].view(np.uint32 if kind.itemsize == 4 else np.uint16)

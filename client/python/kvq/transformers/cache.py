@@ -388,8 +388,8 @@ def _name_in(kind):
 def cache_name(model: torch.nn.Module) -> str:
     """The name by which generate() and forwards of a model, or of a wrapper of one, take the cache:
     "cache" from transformers 5.24 on, which warns of "past_key_values", the older name."""
-    kinds = (type(module) for module in model.modules())
-    return next(filter(None, map(_name_in, kinds)), CACHE_NAMES[-1])
+    kinds: List[Any] = [type(module) for module in model.modules()]
+    return next(filter(None, (_name_in(kind) for kind in kinds)), CACHE_NAMES[-1])
 
 
 def cache_among(given):

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clients of the caches of a process: one for all that are given none, and queues of it."""
+from __future__ import annotations
+
 import gc
 import os
 import threading
 from contextlib import suppress
+from typing import List, Optional
 
 import kvq
 
-_shared = None
+_shared: Optional[kvq.Client] = None
 _shared_lock = threading.RLock()  # a cache that is collected takes it in whatever its thread does
-_retired = []    # clients whose daemons have ended, of caches that are still there
-_inherited = []  # clients of the processes that this one was forked from, never closed here
+_retired: List[kvq.Client] = []  # clients whose daemons have ended, of caches that are still there
+# Of the processes that this one was forked from, never closed here.
+_inherited: List[Optional[kvq.Client]] = []
 
 
 def _begin_anew():
