@@ -134,8 +134,8 @@ class BenchEngines(unittest.TestCase):
             done = self.bench("--layers", "2", "--tokens", "3", "--steps", "3", *more,
                               tool="bench-python-layer.py")
             self.assertEqual(done.returncode, 0, done.stderr)
-            self.assertRegex(done.stdout, r"^us a layer: the library [\d.]+, Python [\d.]+, the least "
-                                          r"[\d.]+\n$")
+            self.assertRegex(done.stdout, r"^us a layer: the library [\d.]+, Python [\d.]+, the "
+                                          r"least [\d.]+\n$")
 
     def test_what_cannot_be_meant(self):
         for arguments, said in ((("--tokens", "100"), "multiples of 64"),

@@ -20,7 +20,7 @@ import unittest.mock
 import e2e_rig
 from e2e_cuda import SOFT_DRIVER, Cuda, CudaTensor
 from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
-from python_ends import Ends, Meanwhile, Words
+from python_ends import Ends, Meanwhile, Shows, Words
 from python_forks import Forks, LetGo
 from python_hints import Hints
 from python_interrupts import Interrupts
@@ -730,5 +730,5 @@ class Examples(Test):
 if __name__ == "__main__":
     sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Ends, Failures, Forks, Found,
                           Given, InUse, Interrupts, LetGo, Meanwhile, Queues, Readers, Readings,
-                          Prepared, Private, Words, Captures, WithoutGpu, OnGpu, Examples],
+                          Prepared, Private, Shows, Words, Captures, WithoutGpu, OnGpu, Examples],
                          __doc__))

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that nobody ends, and what errors say; python.py runs these."""
+"""Steps that nobody ends, and what errors and objects say; python.py runs these."""
 import ast
 import gc
 import glob
 import os
 import re
+import signal
+import tempfile
 import threading
 import unittest.mock
 
 from e2e_rig import ROOT, Test, Tokens, kvq, np
 
 import kvq.errors
+import kvq.shown
 import kvq.steps
 from kvq._ffi import lib
 
@@ -329,3 +332,87 @@ class Words(Test):
                 step.append(0, pages=kvq.Pages(pages, pages, [[0, 1]]), dtype=dtype)
             got, _ = self.queue.read(session, 0)
             np.testing.assert_allclose(got, want.reshape(32, 2, 128)[:20], rtol=2 ** -7, atol=1e-6)
+
+
+class Shows(Test):
+    """What objects say of themselves: without a request to the daemon, which stands still."""
+
+    def setUp(self):
+        super().setUp()
+        self.rows = [kvq.Layer(8, 2, 128, repeat=2)]
+
+    def shown(self, thing, expected):
+        self.daemon.pause()
+        try:
+            self.assertRegex(repr(thing), f"^<kvq.{type(thing).__name__} {expected}>$")
+        finally:
+            self.daemon.process.send_signal(signal.SIGCONT)
+
+    def test_sessions(self):
+        """By name and format, also where others have made them, and forks."""
+        tokens = Tokens(1, 300)
+        made = self.client.session(tokens.rows, "oscar2", name="chat-1")
+        tokens.feed(self.queue, made, 300, attend=False)
+        self.assertEqual((made.name, made.format), ("chat-1", "oscar2"))
+        self.shown(made, "'chat-1' oscar2: 300 tokens, 2 layers")
+        with self.daemon.client() as other:
+            found = other.session(name="chat-1", read_only=True)
+            self.assertEqual((found.name, found.format), ("chat-1", "oscar2"))
+            self.shown(found, "'chat-1' oscar2: 300 tokens, 2 layers, read-only")
+        self.shown(found, "'chat-1' oscar2: 300 tokens, 2 layers, closed")
+        fork, = self.queue.fork([made])
+        self.assertEqual((fork.name, fork.format), (None, "oscar2"))
+        self.shown(fork, "oscar2: 300 tokens, 2 layers")
+        with self.assertRaises(AttributeError):
+            fork.name = "other"
+        made.drop()
+        self.shown(made, "'chat-1' oscar2: 300 tokens, 2 layers, closed")
+
+    def test_the_client_and_what_it_has(self):
+        client = self.daemon.client()
+        of = f"of '{self.daemon.directory}': "
+        self.shown(client, of + "0 queues, 0 sessions, 0 buffers")
+        queue, session = client.queue(), client.session(self.rows, "f16")
+        buffers = [client.buffer(4096, daemon_made=made) for made in (False, True)]
+        self.shown(client, of + "1 queue, 1 session, 2 buffers")
+        self.shown(queue, "open: 0 tickets under way")
+        for buffer, by in zip(buffers, ("", ", made by the daemon")):
+            self.shown(buffer, f"of 4096 bytes at {buffer.address:#x}{by}: open")
+        ticket = queue.submit("nop", kvq.make_entries([session]))
+        self.shown(queue, "open: 1 ticket under way")
+        self.shown(ticket, f"{ticket.number} of 1 session: open")
+        ticket.wait()
+        self.shown(ticket, f"{ticket.number} of 1 session: done")
+        step = queue.step([session], 1)
+        self.shown(step, f"{step.number} of 1 session: open")
+        step.abort()
+        self.shown(step, "of 1 session: ended")
+        local = queue.local(max_tokens=1024)
+        local.add(session)
+        self.shown(local, "on 'host': open, no step under way")
+        step = local.step([session], 1)
+        self.shown(local, "on 'host': open, a step under way")
+        self.shown(step, "of 1 session: open")
+        client.close()
+        for thing, says in ((client, of), (queue, ""), (local, "on 'host': "),
+                            (buffers[0], "of 4096 bytes at 0x[0-9a-f]+: "),
+                            (buffers[1], "of 4096 bytes at 0x[0-9a-f]+, made by the daemon: ")):
+            self.shown(thing, says + "closed")
+        self.shown(step, "of 1 session: ended")
+
+    def test_a_capture(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "tokens.kvq")
+            with kvq.Capture(path, self.rows) as capture:
+                self.shown(capture, f"'{path}': open")
+            self.shown(capture, f"'{path}': closed")
+
+    def test_what_was_not_made(self):
+        """As a debugger shows it, within its __init__."""
+        for name in kvq.__all__:
+            kind = getattr(kvq, name)
+            if isinstance(kind, type) and kind.__repr__ is kvq.shown.Shown.__repr__:
+                self.assertRegex(repr(kind.__new__(kind)), f"^<kvq.{name} .*(not open|ended)")
+        for kind in (kvq.Client, kvq.Session, kvq.Queue, kvq.Buffer, kvq.DeviceBuffer, kvq.Ticket,
+                     kvq.Step, kvq.Local, kvq.LocalStep, kvq.Bucket, kvq.Capture):
+            self.assertIs(kind.__repr__, kvq.shown.Shown.__repr__)

@@ -22,6 +22,7 @@ import kvq
 from ._ffi import Tensor, lib
 from .checks import integer
 from .hints import Array, Dtype, HostArray, Shape
+from .shown import Shown, number_of
 from .views import dtype_of, host_bounds, is_tensor, view
 
 Result = TypeVar("Result")
@@ -179,7 +180,7 @@ class Buffers(List[Any]):
         return made
 
 
-class Buffer:
+class Buffer(Shown):
     """Shared memory that the daemon reads and writes in place.
 
     Made by Client.buffer. Arrays from array() and tensors from torch() are views of it; passing
@@ -209,6 +210,11 @@ class Buffer:
             if self.pointer:  # an interrupt: nobody has the buffer
                 self.close()
             raise
+
+    def _told(self):
+        by = ", made by the daemon" if self._daemon_made else ""
+        state = "open" if self.pointer else "closed"
+        return f"of {number_of('byte', self.nbytes)} at {self.address:#x}{by}: {state}"
 
     def _open(self, memfd, offset):
         if self._daemon_made:

@@ -14,9 +14,10 @@ from ._ffi import lib
 from .checks import entries, integer, owner, text
 from .client import _rows
 from .errors import check
+from .shown import Shown
 
 
-class Capture:
+class Capture(Shown):
     """A file of captured tokens, made new. Needs no daemon; for one thread at a time.
 
     layers      as for Client.session
@@ -28,11 +29,12 @@ class Capture:
                  model: Optional[str] = None, max_tokens: SupportsIndex = 0,
                  queries: bool = False) -> None:
         self.pointer = c_void_p()
+        self._path = os.fsdecode(path)
         layers, rows = _rows(layers)
         options = _ffi.CaptureOptions(layers=rows, n_layers=len(layers), queries=bool(queries),
                                       model=text("model", model),
                                       max_tokens=integer("max_tokens", max_tokens, 64))
-        check(lib.kvq_capture_open(text("path", os.fsdecode(path)), byref(options),
+        check(lib.kvq_capture_open(text("path", self._path), byref(options),
                                    byref(self.pointer)))
 
     def append(self, ticket: kvq.Ticket) -> None:
@@ -44,6 +46,9 @@ class Capture:
         self._check_open()
         check(lib.kvq_capture_append(self.pointer, byref(ticket.work),
                                      entries(ticket.entries).ctypes.data, len(ticket.entries)))
+
+    def _told(self):
+        return f"{self._path!r}: {'open' if self.pointer else 'closed'}"
 
     def _check_open(self):
         if not self.pointer:

@@ -24,6 +24,7 @@ from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
 from .hints import Array, CudaTensor, Ids, Shape, Span
 from .private import clients, private_daemon, start_again
+from .shown import Shown, number_of, quoted
 from .views import bounds, host_bounds, is_tensor
 from .work import Queue
 
@@ -82,20 +83,39 @@ def _values(structure):
             for n, v in values.items()}
 
 
-class Session:
+class Session(Shown):
     """A session handle. `tokens` is the committed count as this process knows it. A session that
     was closed, or that Client.reattach() has lost, has the handle 0, and close() does nothing. One
     that nothing refers to any more stays open in the daemon until the client is closed: close()
     sessions and forks, or use them as context managers."""
 
     def __init__(self, client: Client, handle: int, tokens: int, layers: List[Layer],
-                 read_only: bool = False) -> None:
+                 read_only: bool = False, name: Optional[str] = None, format: str = "") -> None:
         self.client = client
         self.handle = handle
         self.tokens = tokens
         self.layers = layers  # of Layer, one for each layer
         self.read_only = read_only
+        self._name, self._format = name, format
         client._sessions.add(self)
+
+    @property
+    def name(self) -> Optional[str]:
+        """By which others find it; None: it has none."""
+        return self._name
+
+    @property
+    def format(self) -> str:
+        """The format that it was made with, by name; layers may have others."""
+        return self._format
+
+    def _told(self):
+        if self.handle and self.client.pointer:
+            state = ", read-only" if self.read_only else ""
+        else:
+            state = ", closed"
+        return (f"{quoted(self.name)}{self.format}: {number_of('token', self.tokens)}, "
+                f"{number_of('layer', len(self.layers))}{state}")
 
     def layer(self, number: int) -> Layer:
         """The Layer of that number."""
@@ -189,7 +209,7 @@ def make_spans(spans: Sequence[Span]) -> Any:
     return made
 
 
-class Client:
+class Client(Shown):
     """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own. It is
     for the process that made it: in a forked one calls raise ValueError, and close() of it and of
     what it has made only lets go. Close it, or use it as a context manager: one that nothing refers
@@ -216,6 +236,7 @@ class Client:
         if private and runtime_dir:
             raise ValueError(f"runtime_dir is {runtime_dir!r} and private True: give one of them")
         told = runtime_dir or os.environ.get("KVQ_RUNTIME_DIR")
+        self._directory = os.fsdecode(told) if told else None  # else where the library looks
         options = _ffi.ConnectOptions(runtime_dir=text("runtime_dir",
                                                        runtime_dir and os.fsdecode(runtime_dir)),
                                       name=text("name", name),
@@ -225,7 +246,7 @@ class Client:
         if not private:
             code = lib.kvq_connect(byref(options), byref(self.pointer))
         if code == Code.E_NO_DAEMON and (private or private is None and not told):
-            self._private = private_daemon()
+            self._private = self._directory = private_daemon()
             options.runtime_dir = text("runtime_dir", self._private)
             code = lib.kvq_connect(byref(options), byref(self.pointer))
             if code == Code.E_NO_DAEMON and start_again(self._private):  # it was about to end
@@ -235,6 +256,16 @@ class Client:
         check(code)
         if self._private:
             clients.add(self)
+
+    def _told(self):
+        where = f"of {self._directory!r}" if self._directory else "of the machine's daemon"
+        if not self.pointer or self._gate.closed:
+            return f"{where}: closed"
+        buffers = len(self._buffers) + len(self._device_buffers)
+        left = ", of the process that this one was forked from" if self._gate.is_left() else ""
+        return (f"{where}: {number_of('queue', len(self._queues))}, "
+                f"{number_of('session', len(self._sessions))}, "
+                f"{number_of('buffer', buffers)}{left}")
 
     def control(self, function: Callable[..., int], *arguments: Any) -> None:
         """Calls a function of the library's that takes the client first. ValueError if the client
@@ -373,8 +404,9 @@ class Client:
             self.control(lib.kvq_session_open, byref(described), byref(handle), byref(info))
             # Copies: whoever changes a Layer later does not change what the session has.
             table = [replace(layer) for layer in layers for _ in range(max(layer.repeat, 1))]
+            told = _values(info)
             return Session(self, handle.value, info.tokens, table or self._layers_of(handle),
-                           bool(info.read_only))
+                           bool(info.read_only), told["name"] or None, told["format"])
         except BaseException:  # an interrupt comes right behind the call, and nobody has the handle
             if handle.value:
                 with suppress(Error):

@@ -16,10 +16,11 @@ from ._ffi import Tensor, lib
 from .buffers import close_pointer, dtype_code
 from .checks import integer, text
 from .hints import CudaTensor, Dtype
+from .shown import Shown, number_of
 from .views import bounds
 
 
-class DeviceBuffer:
+class DeviceBuffer(Shown):
     """Made by Client.buffer_on (address: its device pointer) or Client.import_tensor. nbytes: its
     size in bytes."""
 
@@ -38,6 +39,10 @@ class DeviceBuffer:
             if self.pointer:  # an interrupt: nobody has the buffer
                 self.close()
             raise
+
+    def _told(self):
+        state = "open" if self.pointer else "closed"
+        return f"of {number_of('byte', self.nbytes)} at {self.address:#x}: {state}"
 
     def _open(self, gpu, tensor):
         if tensor is None:

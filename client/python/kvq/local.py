@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from ctypes import byref, c_void_p, cast
-from typing import (Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, SupportsIndex, Tuple,
-                    Type)
+from typing import (Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence,
+                    SupportsIndex, Tuple, Type)
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .errors import Code, check
 from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output, Threads
 from .openmp import torch_threads
 from .prepared import Asked, Prepared
+from .shown import Shown, number_of
 from .work import (alone, ask, device_fields, make_entries, make_work, refresh, step_work,
                    take_counts)
 
@@ -45,7 +46,7 @@ class _Answer(NamedTuple):
     work: _ffi.Work
 
 
-class Local:
+class Local(Shown):
     """Made by Queue.local; for the queue's thread. Sessions are taken in with add().
 
     Results are those of the queue's own steps, to the bit. Where attention cannot be here it goes
@@ -63,6 +64,7 @@ class Local:
                  threads: Threads = 1) -> None:
         self.queue, self.client, self.turn = queue, queue.client, queue.turn
         self.pointer = c_void_p()
+        self._at = "host" if place is None else place
         self._buckets: List[Bucket] = []
         self._given: List[Any] = []  # buffers of K and V of the step under way
         self._prepared: Dict[int, Prepared] = {}  # by layer
@@ -80,6 +82,11 @@ class Local:
         self.queue._check_open()
         check(lib.kvq_local_open(self.queue.pointer, byref(options), byref(self.pointer)))
         self.queue._locals.append(self)
+
+    def _told(self):
+        if not self.pointer:
+            return f"on {self._at!r}: closed"
+        return f"on {self._at!r}: open, {'a' if self._has_open_step() else 'no'} step under way"
 
     def _check_open(self):
         if not self.pointer:
@@ -178,7 +185,7 @@ class Local:
         return _Answer(entries, work)
 
 
-class Bucket:
+class Bucket(Shown):
     """Device memory for the attentions of a step on a GPU (kvq.h, kvq_bucket). For a Local whose
     place is a GPU; its calls take entries (make_entries) and the number of a CUDA stream. attend()
     may be captured into a graph, which replays for whatever entries begin() was given last."""
@@ -201,6 +208,10 @@ class Bucket:
         self.local._check_open()
         check(lib.kvq_bucket_open(self.local.pointer, byref(options), byref(self.pointer)))
         self.local._buckets.append(self)
+
+    def _told(self):
+        state = "open" if self.pointer else "closed"
+        return f"of {number_of('layer', len(self._tensors))}: {state}"
 
     def _check_open(self):
         if not self.pointer:
@@ -271,7 +282,7 @@ class Bucket:
 _ROOM = (Code.E_NO_MEMORY, Code.E_QUOTA, Code.E_DEADLINE)  # there may be some later
 
 
-class LocalStep:
+class LocalStep(Shown):
     """An open step of a Local."""
     open = False
 
@@ -302,6 +313,10 @@ class LocalStep:
             if not code and not local._has_open_step():  # else that stays so
                 self._abort()
             raise
+
+    def _told(self):
+        state = "open" if self.open and self.local.pointer else "ended"
+        return f"of {number_of('session', len(self.sessions))}: {state}"
 
     def _check_open(self):
         self.local._check_open()

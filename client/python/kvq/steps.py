@@ -12,10 +12,11 @@ from ._ffi import lib
 from .checks import Shapes, batch, in_turn
 from .errors import Code, Error, check
 from .hints import Counts, CudaTensor, Floats, HostArray, Ids, Output
+from .shown import Shown, number_of
 from .work import Queue, alone, attend, device_fields, make_entries, refresh, take_counts
 
 
-class Step:
+class Step(Shown):
     """An open step. Sessions that fail in it raise Error with the entries; the others go on. The
     step is over, at the latest, when its queue is closed."""
     number: Optional[int] = None  # the library's; None: it is over
@@ -59,6 +60,12 @@ class Step:
                 if begun:
                     self.abort()
         check(code)
+
+    def _told(self):
+        of = f"of {number_of('session', len(self.sessions))}"
+        is_open = self.number is not None and self.queue.pointer \
+            and self._connection == self.queue.client._connection
+        return f"{self.number} {of}: open" if is_open else f"{of}: ended"
 
     def _check_open(self):
         self.queue._check_open()

@@ -28,6 +28,7 @@ from .checks import (Method, Shapes, Turn, array as check_array, batch, choice, 
 from .errors import Code, Error, check
 from .hints import (Array, Counts, Dtype, Entries, Floats, HostArray, Ids, Output,
                     Threads)
+from .shown import Shown, number_of
 from .views import host_bounds, is_tensor
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
@@ -76,7 +77,7 @@ def nanoseconds(seconds: Optional[SupportsFloat]) -> int:
     return int(min(max(value, 0) * 1e9, 2.0**63))
 
 
-class Ticket:
+class Ticket(Shown):
     """A request under way. Keeps alive what the daemon reads and writes; the queue keeps the ticket
     until a wait has closed it, or the queue is closed. entries: an array [sessions] of ENTRY, whose
     status and value the daemon sets."""
@@ -86,6 +87,13 @@ class Ticket:
         self.queue, self.entries, self.work, self.tensors = queue, entries, work, tensors
         self._number = c_uint64()
         self._keep = keep, entries  # also if the attribute is given others
+
+    def _told(self):
+        entries = number_of("session", len(self._keep[1]))
+        if not self.number:
+            return f"of {entries}: not sent"
+        is_open = any(ticket is self for ticket in self.queue._tickets)
+        return f"{self.number} of {entries}: {'open' if is_open else 'done'}"
 
     @property
     def number(self) -> int:
@@ -122,7 +130,7 @@ class Placed(NamedTuple):
         return self.buffer._tensor_at(self.start - at, self.end - at, self.array, dtype)
 
 
-class Queue:
+class Queue(Shown):
     """One ring pair; for one thread at a time."""
 
     def __init__(self, client: kvq.Client) -> None:
@@ -133,6 +141,11 @@ class Queue:
         self._locals: List[kvq.Local] = []
         self._nothing_open()
         client._gate.run(self._open)
+
+    def _told(self):
+        if not self.pointer:
+            return "closed"
+        return f"open: {number_of('ticket', len(self._tickets))} under way"
 
     def _open(self):
         try:
@@ -424,7 +437,8 @@ class Queue:
         try:
             code = lib.kvq_fork(self.pointer, entries.ctypes.data, len(entries))
             check(code, entries)
-            return [type(s)(self.client, int(e["value"]), int(e["position"]), s.layers)
+            return [type(s)(self.client, int(e["value"]), int(e["position"]), s.layers,
+                            format=s.format)
                     for s, e in zip(sessions, entries)]
         except BaseException:  # an interrupt, too: nobody has the handles
             made = entries["value"][entries["status"] == 0].tolist() if not code else ()
