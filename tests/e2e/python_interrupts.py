@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import sys
+import tempfile
 import threading
 import unittest.mock
 from contextlib import suppress
@@ -51,6 +52,9 @@ class Interrupts(Test):
             for _ in range(70):  # a client has 64
                 self.interrupted("kvq_queue_open", behind, self.client.queue)
             self.client.queue().close()
+        for moment in self.moments(self.client.queue):
+            self.assertEqual(self.client._queues, [self.queue])
+        self.assertGreater(moment, 10)
 
     def test_steps(self):
         def begin(**options):
@@ -334,6 +338,22 @@ class Interrupts(Test):
             del first
             self.interrupted("kvq_local_begin", True, begin)
             self.goes_on(begin, 0)
+
+    def test_what_belongs_to_a_queue(self):
+        """A Local is closed before its queue is, which it refers to; a capture's file is closed."""
+        close = unittest.mock.Mock(side_effect=lib.kvq_local_close)
+        with self.client.queue() as queue, unittest.mock.patch.object(lib, "kvq_local_close", close):
+            for behind in (False, True):
+                self.interrupted("kvq_local_open", behind, queue.local)
+                self.assertEqual(close.call_count, int(behind))
+            for moment in self.moments(queue.local):
+                self.assertEqual(queue._locals, [])
+            self.assertGreater(moment, 10)
+        with tempfile.TemporaryDirectory() as folder:
+            before = self.descriptors()
+            self.interrupted("kvq_capture_open", True, lambda: kvq.Capture(
+                os.path.join(folder, "tokens"), self.tokens.rows))
+            self.assertEqual(self.descriptors(), before)
 
     def test_a_buffer_that_was_closed_before(self):
         """An attention that looks for it has staged nothing yet."""

@@ -34,8 +34,12 @@ class Capture(Shown):
         options = _ffi.CaptureOptions(layers=rows, n_layers=len(layers), queries=bool(queries),
                                       model=text("model", model),
                                       max_tokens=integer("max_tokens", max_tokens, 64))
-        check(lib.kvq_capture_open(text("path", self._path), byref(options),
-                                   byref(self.pointer)))
+        try:
+            check(lib.kvq_capture_open(text("path", self._path), byref(options),
+                                       byref(self.pointer)))
+        except BaseException:
+            self.close()  # an interrupt comes right behind the call, and nobody has it
+            raise
 
     def append(self, ticket: kvq.Ticket) -> None:
         """What an append or append_attend handed over, K, V and Q as [tokens][heads][dim]: its

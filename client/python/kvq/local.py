@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from ctypes import byref, c_void_p, cast
 from typing import (Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence,
                     SupportsIndex, Tuple, Type)
@@ -75,7 +76,12 @@ class Local(Shown):
                                     max_tokens=integer("max_tokens", max_tokens, 64),
                                     flags=REQUIRE if require else 0,
                                     **_threads(threads))
-        self._open(options)
+        try:
+            self._open(options)
+        except BaseException:
+            if self.pointer:  # an interrupt: nobody has it
+                self._close()
+            raise
 
     @in_turn
     def _open(self, options):
@@ -150,7 +156,8 @@ class Local(Shown):
             bucket.close()
         self._prepared.clear()
         lib.kvq_local_close(byref(self.pointer))
-        self.queue._locals.remove(self)
+        with suppress(ValueError):  # its opening was interrupted
+            self.queue._locals.remove(self)
 
     def _forget(self):
         """In a forked process, which has nothing to give back."""
@@ -201,7 +208,12 @@ class Bucket(Shown):
                                      max_tokens=integer("max_tokens", max_tokens, 64),
                                      max_sessions=integer("max_sessions", max_sessions),
                                      max_queries=integer("max_queries", max_queries))
-        self._open(options)
+        try:
+            self._open(options)
+        except BaseException:
+            if self.pointer:  # as of a Local
+                self._close()
+            raise
 
     @in_turn
     def _open(self, options):
@@ -273,7 +285,8 @@ class Bucket(Shown):
     def _close(self):
         if self.pointer:
             lib.kvq_bucket_close(byref(self.pointer))
-            self.local._buckets.remove(self)
+            with suppress(ValueError):
+                self.local._buckets.remove(self)
 
     def _forget(self):
         self.pointer = c_void_p()

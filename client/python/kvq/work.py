@@ -140,7 +140,12 @@ class Queue(Shown):
         self._staging: Optional[Buffer] = None
         self._locals: List[kvq.Local] = []
         self._nothing_open()
-        client._gate.run(self._open)
+        try:
+            client._gate.run(self._open)
+        except BaseException:
+            if self.pointer:  # an interrupt: nobody has it
+                self._close()
+            raise
 
     def _told(self):
         if not self.pointer:
@@ -148,13 +153,8 @@ class Queue(Shown):
         return f"open: {number_of('ticket', len(self._tickets))} under way"
 
     def _open(self):
-        try:
-            self.client.control(lib.kvq_queue_open, byref(self.pointer))
-            self.client._queues.append(self)
-        except BaseException:  # an interrupt comes right behind the call
-            if self.pointer and self not in self.client._queues:
-                lib.kvq_queue_close(byref(self.pointer))
-            raise
+        self.client.control(lib.kvq_queue_open, byref(self.pointer))
+        self.client._queues.append(self)
 
     def close(self) -> None:
         """Closes its Locals, too, and aborts its open steps."""
@@ -174,7 +174,8 @@ class Queue(Shown):
 
     def _close_here(self):
         lib.kvq_queue_close(byref(self.pointer))
-        self.client._queues.remove(self)
+        with suppress(ValueError):  # its opening was interrupted
+            self.client._queues.remove(self)
         self._forget()
 
     def _close_locals(self):
