@@ -627,8 +627,11 @@ class OnGpu(Test):
                 np.testing.assert_array_equal(*(self.cuda.get(o.at, o.shape) for o in outs))
             self.queue.nop([here])  # waits for the last step's commit
             self.assertEqual(here.refresh(), 160)
+            self.assertEqual(repr(bucket), "<kvq.Bucket open>")
             bucket.close()
+            self.assertEqual(repr(bucket), "<kvq.Bucket closed>")
             local.close()
+            self.assertEqual(repr(local), f"<kvq.Local on '{place}': closed>")
 
     def test_closed_by_another_thread(self):
         """Not while a call works with it: the library would read what is gone."""
@@ -672,8 +675,21 @@ class OnGpu(Test):
     def test_made_by_the_daemon(self):
         with self.client.buffer_on(4 << 20) as buffer:
             self.run_at(buffer, buffer.address)
+        of = f"<kvq.DeviceBuffer of {4 << 20} bytes at {buffer.address:#x}: "
+        self.assertEqual(repr(buffer), of + "closed>")
         left = self.client.buffer_on(1 << 20)  # to be closed with the client
         self.assertGreater(left.address, 0)
+        self.assertRegex(repr(left), ": open>$")
+
+    def test_at_any_moment_of_making_and_closing(self):
+        """Nothing is left of it."""
+        def make_and_close():
+            self.client.buffer_on(4096).close()
+        for moment in Interrupts.moments(make_and_close):
+            for left in list(self.client._device_buffers):  # its close was interrupted
+                left.close()
+            self.assertEqual(self.client._device_buffers, [])
+        self.assertGreater(moment, 20)
 
 
 class Examples(Test):

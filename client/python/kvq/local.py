@@ -222,8 +222,7 @@ class Bucket(Shown):
         self.local._buckets.append(self)
 
     def _told(self):
-        state = "open" if self.pointer else "closed"
-        return f"of {number_of('layer', len(self._tensors))}: {state}"
+        return "open" if self.pointer else "closed"
 
     def _check_open(self):
         if not self.pointer:
