@@ -342,7 +342,8 @@ class Interrupts(Test):
     def test_what_belongs_to_a_queue(self):
         """A Local is closed before its queue is, which it refers to; a capture's file is closed."""
         close = unittest.mock.Mock(side_effect=lib.kvq_local_close)
-        with self.client.queue() as queue, unittest.mock.patch.object(lib, "kvq_local_close", close):
+        with self.client.queue() as queue, \
+                unittest.mock.patch.object(lib, "kvq_local_close", close):
             for behind in (False, True):
                 self.interrupted("kvq_local_open", behind, queue.local)
                 self.assertEqual(close.call_count, int(behind))

@@ -285,8 +285,8 @@ def case_local(bench, random):
 
 
 def known_request(bench, random, step, n, has_out):
-    """A call with nothing wrong, which the Local knows then, so that one that is alike is checked by
-    layouts alone. Returns the buffer that it used."""
+    """A call with nothing wrong, which the Local knows then, so that one that is alike is checked
+    by layouts alone. Returns the buffer that it used."""
     kind = np.dtype((np.float32, np.float16)[random.integers(2)])
     size = kind.itemsize * n * DIM
     buffer = bench.client.buffer(size * (2 * KV_HEADS + 2 * Q_HEADS))

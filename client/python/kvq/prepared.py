@@ -26,15 +26,16 @@ _LONG = "pages", "timeout"  # options of requests that are not kept
 
 def layout(value):
     """All that is checked of an array by itself; arrays of one layout differ in where they lie and
-    what they hold. None for what is neither an array of NumPy's own nor a tensor of PyTorch's."""
+    what they hold. None for what is neither an array of NumPy's own nor a strided tensor of
+    PyTorch's."""
     kind = type(value)
     if kind is np.ndarray:
         return kind, value.dtype, value.shape, value.strides, value.flags.writeable
     torch = sys.modules.get("torch")
-    if torch is None or kind is not torch.Tensor:
-        return None
-    return (kind, value.dtype, value.shape, value.stride(), value.device, value.layout,
-            value.requires_grad, value.is_neg())
+    if kind is not getattr(torch, "Tensor", None) or value.layout is not torch.strided:
+        return None  # others may have no strides to ask for
+    return (kind, value.dtype, value.shape, value.stride(), value.device, value.requires_grad,
+            value.is_neg())
 
 
 class Asked:
