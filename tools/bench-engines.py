@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Times whole models at full caches: a few tokens at a time, by turns, in the engines people run.
+"""Times whole models at full caches: a few steps at a time, by turns, in the engines people run.
 
 Each engine is a process of its own with one model of 1.07 billion random weights in bfloat16
-(hidden size 2048, 16 layers, 32 query and 8 KV heads of 128). In a round each row decodes three
-tokens, of which the last two are timed, one row after the other, so that all see the same machine.
-Rows that cannot be measured are named, with the reason.
+(hidden size 2048, 16 layers, 32 query and 8 KV heads of 128). In a round each row takes three
+steps, of which the last two are timed, one row after the other, so that all see the same machine.
+A step decodes one token of each request of a batch; each request has a cache of its own, and no two
+share anything but the weights. Rows that cannot be measured are named, with the reason: so is a
+cache that does not fit into the machine's memory beside those of the rows before it.
 
     tools/bench-engines.py --rows static,dynamic,kvq:kvq2/fast,llama:f16 --tokens 4096,32768
+    tools/bench-engines.py --rows static,kvq:kvq2/fast --batch 8 --tokens 1024,4096
+
+Prompts are timed by tools/bench-prompt.py.
 
 needs PyTorch, transformers and kvq's package for the rows of transformers, optimum-quanto for
 quanto, hqq for hqq, llama-cpp-python and gguf for llama.cpp, ik-llama-cpp-python and gguf for
@@ -30,6 +35,7 @@ Rows, where FORMAT is one of kvq's and PATH is fast or, unless said, exact:
   vllm:kvq:FORMAT[/PATH]       vLLM over kvq
 """
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -53,7 +59,9 @@ def arguments():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", metavar="R,..", help=f"what to time ({ROWS})")
     parser.add_argument("--tokens", default="512,4096,16384,32768", metavar="N,..",
-                        help="in the cache, multiples of 64 (%(default)s)")
+                        help="in the cache of each request, multiples of 64 (%(default)s)")
+    parser.add_argument("--batch", default="1", metavar="B,..",
+                        help="requests that decode at once (%(default)s)")
     parser.add_argument("--threads", default="1,2", metavar="N,..",
                         help="of each engine, and of kvqd (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(%(default)s)")
@@ -71,8 +79,9 @@ def arguments():
                         help="a model of two small layers, to see whether everything runs")
     parser.add_argument("--json", metavar="FILE", help="write what was measured there as well")
     given = parser.parse_args()
-    given.failed = choose_rows(parser, given, ROWS, lambda row: engine_of(row) == OVER_KVQ)
-    for name in ("tokens", "threads"):
+    lacking = choose_rows(parser, given, ROWS, lambda row: engine_of(row) == OVER_KVQ)
+    given.failed = {item: [] for item in lacking.items()}
+    for name in ("tokens", "batch", "threads"):
         try:
             values = [int(x) for x in getattr(given, name).split(",")]
         except ValueError:
@@ -116,14 +125,15 @@ def engine_of(row):
     return next((n for n in ("llama", "ik") if row.startswith(n + ":")), "transformers")
 
 
-def measure(given, engines, tokens, failed):
-    """{row: {"bytes", "resident", "ms": [one of each round]}} of those that could be opened."""
+def measure(given, engines, tokens, batch, fail):
+    """{row: {"bytes", "resident", "ms": [a step's, one of each round]}} of those that could be
+    opened; fail(row, why) is called for the others."""
     results = {}
     for row in given.rows:
         print(f"  filling {row}", file=sys.stderr, flush=True)
-        answer = engines[engine_of(row)].ask(do="open", name=row, tokens=tokens)
+        answer = engines[engine_of(row)].ask(do="open", name=row, tokens=tokens, batch=batch)
         if "error" in answer:
-            failed[row] = answer["error"]
+            fail(row, answer["error"])
         else:
             results[row] = {**answer, "ms": []}
     for number in range(given.rounds):
@@ -131,7 +141,7 @@ def measure(given, engines, tokens, failed):
         for row in list(results):
             answer = engines[engine_of(row)].ask(do="step", name=row)
             if "error" in answer:
-                failed[row] = answer["error"]
+                fail(row, answer["error"])
                 del results[row]
                 engines[engine_of(row)].ask(do="close", name=row)
             else:
@@ -141,44 +151,54 @@ def measure(given, engines, tokens, failed):
     return results
 
 
-def table(results, base):
+def table(results, base, batch):
     """Lines of Markdown."""
-    yield "| row | ms a token | over " + base + " | cache, MB | memory in use, MB |"
-    yield "|---|---|---|---|---|"
+    yield ("| row | ms a step | tokens a second | over " + base
+           + " | cache, MB | memory in use, MB |")
+    yield "|---|---|---|---|---|---|"
     for row, result in results.items():
         times = "-"
         if base in results:
             pairs = zip(results[base]["ms"], result["ms"])
             times = f"{statistics.median(theirs / ours for theirs, ours in pairs):.2f}"
         memory = "-" if result["resident"] is None else f"{result['resident'] / 1e6:.0f}"
-        yield (f"| `{row}` | {statistics.median(result['ms']):.0f} | {times} | "
+        step = statistics.median(result["ms"])
+        yield (f"| `{row}` | {step:.0f} | {1e3 * batch / step:.1f} | {times} | "
                f"{result['bytes'] / 1e6:.0f} | {memory} |")
+
+
+def run(given, threads):
+    """Times all rows with so many threads: prints a table for each batch and number of tokens, and
+    returns what was measured."""
+    measured = []
+    engines = {name: start(name, given, threads)
+               for name in sorted({engine_of(row) for row in given.rows})}
+    for name, engine in engines.items():
+        print(f"{name}: {engine.what or f'did not start: {engine.error}'}", file=sys.stderr)
+    for batch, tokens in itertools.product(given.batch, given.tokens):
+        where = f"batch {batch}, {tokens} tokens, {threads} thread{'s' if threads > 1 else ''}"
+        print(where, file=sys.stderr, flush=True)
+        results = measure(given, engines, tokens, batch, lambda row, why, where=where:
+                          given.failed.setdefault((row, why), []).append(where))
+        measured.append({"batch": batch, "tokens": tokens, "threads": threads, "rows": results,
+                         "engines": {n: e.what for n, e in engines.items()}})
+        print(f"\n{where}:\n")
+        print("\n".join(table(results, given.base, batch)), flush=True)
+    for engine in engines.values():
+        engine.stop()
+    return measured
 
 
 def main():
     """Exit status: 0, or 1 if a row could not be measured."""
     given = arguments()
-    everything, failed = [], given.failed
-    for threads in given.threads:
-        engines = {name: start(name, given, threads)
-                   for name in sorted({engine_of(row) for row in given.rows})}
-        for name, engine in engines.items():
-            print(f"{name}: {engine.what or f'did not start: {engine.error}'}", file=sys.stderr)
-        for tokens in given.tokens:
-            print(f"{tokens} tokens, {threads} threads", file=sys.stderr, flush=True)
-            results = measure(given, engines, tokens, failed)
-            everything.append({"tokens": tokens, "threads": threads, "rows": results,
-                               "engines": {n: e.what for n, e in engines.items()}})
-            print(f"\n{tokens} tokens, {threads} thread{'s' if threads > 1 else ''}:\n")
-            print("\n".join(table(results, given.base)), flush=True)
-        for engine in engines.values():
-            engine.stop()
-    for row, why in failed.items():
-        print(f"not measured: {row}: {why}")
+    everything = [case for threads in given.threads for case in run(given, threads)]
+    for (row, why), places in given.failed.items():
+        print(f"not measured: {row}: {why}" + (f" [{'; '.join(places)}]" if places else ""))
     if given.json:
         with open(given.json, "w", encoding="utf-8") as file:
             json.dump(everything, file, indent=1)
-    return 1 if failed else 0
+    return 1 if given.failed else 0
 
 
 if __name__ == "__main__":

@@ -81,26 +81,29 @@ class BenchEngines(unittest.TestCase):
                  "KVQ_BIN_DIR": e2e_rig.BIN}, capture_output=True, text=True)
 
     def test_rows(self):
-        """Each row is filled, timed in each round, and has a size; what is no row is named."""
+        """Each row is filled, timed in each round, and has a size, which grows with the batch; what
+        is no row is named."""
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "measured.json")
             done = self.bench("--small", "--tokens", "256", "--threads", "1", "--rounds", "2",
                               "--rows", "static,empty,kvq:kvq2/fast,kvq:16bit@daemon,nonsense",
-                              "--json", path)
+                              "--batch", "1,3", "--json", path)
             self.assertEqual(done.returncode, 1, done.stderr)
             with open(path, encoding="utf-8") as file:
-                measured, = json.load(file)
+                measured = json.load(file)
         self.assertIn("not measured: nonsense: ValueError: 'nonsense' is no row", done.stdout)
-        rows = measured["rows"]
-        self.assertEqual(list(rows), ["static", "empty", "kvq:kvq2/fast", "kvq:16bit@daemon"])
-        for name, row in rows.items():
-            self.assertEqual(len(row["ms"]), 2, name)
-            self.assertIn(f"| `{name}` |", done.stdout)
-        values = 256 * 2 * 2 * 2 * 128  # of two layers with two KV heads
-        self.assertGreater(rows["static"]["bytes"], 2 * values)
-        self.assertLess(rows["empty"]["bytes"], values / 8)  # the tokens that were decoded
-        self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of three pages are packed
-        self.assertGreater(rows["kvq:kvq2/fast"]["resident"], 8 << 20)  # kvqd has taken an extent
+        self.assertEqual([case["batch"] for case in measured], [1, 3])
+        for case in measured:
+            rows = case["rows"]
+            self.assertEqual(list(rows), ["static", "empty", "kvq:kvq2/fast", "kvq:16bit@daemon"])
+            for name, row in rows.items():
+                self.assertEqual(len(row["ms"]), 2, name)
+                self.assertIn(f"| `{name}` |", done.stdout)
+            values = case["batch"] * 256 * 2 * 2 * 2 * 128  # of two layers with two KV heads
+            self.assertGreater(rows["static"]["bytes"], 2 * values)
+            self.assertLess(rows["empty"]["bytes"], values / 8)  # the tokens that were decoded
+            self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of 3 pages are packed
+            self.assertGreater(rows["kvq:kvq2/fast"]["resident"], 2 << 20)  # kvqd has taken extents
 
     def test_prompts(self):
         """tools/bench-prompt.py: a row for each cache, a time for the last of two pieces; a worker

@@ -4,6 +4,7 @@
 they say of rows that are not over kvq. Engines are stood for by scripts and modules."""
 import importlib.util
 import io
+import json
 import os
 import subprocess
 import sys
@@ -17,12 +18,16 @@ TOOLS = os.path.join(HERE, "..", "..", "tools")
 sys.path.insert(0, os.path.join(TOOLS, "engines"))
 import worker  # noqa: E402
 
-# Answers as a worker does.
+# Answers as a worker does. A cache has 1 MB for each request; one of 16 does not fit.
 FAKE = """#!{python}
 import json, os, sys
 for line in sys.stdin:
-    answer = {{"start": {{"what": "fake"}}, "open": {{"bytes": 1000000, "resident": None}},
-              "step": {{"ms": 2.0}}}}.get(json.loads(line)["do"], {{}})
+    asked = json.loads(line)
+    batch = asked.get("batch", 0)
+    answer = {{"start": {{"what": "fake"}}, "open": {{"bytes": 1000000 * batch, "resident": None}},
+              "step": {{"ms": 2.0}}}}.get(asked["do"], {{}})
+    if batch == 16:
+        answer = {{"error": "MemoryError: no"}}
     print(json.dumps(answer), flush=True)
 """
 
@@ -88,7 +93,7 @@ class Backend(Case):
         done = self.run_tool("bench-engines.py", "--python", f"llama={self.fake}", "--python",
                              f"transformers={self.fake}", "--tokens", "64", "--threads", "1")
         self.assertEqual(done.returncode, 1, done.stderr)
-        self.assertIn("| `llama:f16` | 2 |", done.stdout)
+        self.assertIn("| `llama:f16` | 2 | 500.0 |", done.stdout)
         self.assertNotIn("| `llama:kvq", done.stdout)
         for row in ("llama:kvq:f16", "llama:kvq:kvq2/fast"):
             self.assertIn(f"not measured: {row}: needs --ggml-backend FILE", done.stdout)
@@ -109,18 +114,18 @@ class Backend(Case):
             def nbytes(self):
                 return 5
 
-        def make(_name, tokens):
+        def make(_name, tokens, batch):
             row = Row()
-            row.daemon = Daemon(tokens + grown)
+            row.daemon = Daemon(batch * tokens + grown)
             return row
         engine = worker.Worker(1)
         engine.make, engine.with_model = make, True
         with mock.patch.object(worker.Worker, "_resident", lambda self: 0):
-            grown = 1
-            self.assertEqual(engine.open("a", 64), {"bytes": 5, "resident": None})
-            grown = 0
-            with self.assertRaisesRegex(RuntimeError, "have 64 tokens, and 65 were decoded"):
-                engine.open("b", 64)
+            grown = 9
+            self.assertEqual(engine.open("a", 64, 3), {"bytes": 5, "resident": None})
+            grown = 3  # one request of three goes over kvq
+            with self.assertRaisesRegex(RuntimeError, "have 195 tokens, and 201 were decoded"):
+                engine.open("b", 64, 3)
         self.assertEqual(list(engine.rows), ["a"])
 
     def test_prompt_not_over_kvq(self):
@@ -158,12 +163,49 @@ class Engines(Case):
                              "ik=/nowhere/python", "--python", f"llama={self.fake}", "--rows",
                              "static,ik:f16,llama:f16", "--tokens", "64", "--threads", "1")
         self.assertEqual(done.returncode, 1, done.stderr)
-        lacks = r"ModuleNotFoundError: No module named '\w+'\n"
-        self.assertRegex(done.stderr, "transformers: did not start: " + lacks)
-        self.assertRegex(done.stdout, "not measured: static: " + lacks)
+        lacks = r"ModuleNotFoundError: No module named '\w+'"
+        where = r" \[batch 1, 64 tokens, 1 thread\]\n"
+        self.assertRegex(done.stderr, "transformers: did not start: " + lacks + r"\n")
+        self.assertRegex(done.stdout, "not measured: static: " + lacks + where)
         self.assertRegex(done.stderr, "ik: did not start: .*No such file")
-        self.assertRegex(done.stdout, "not measured: ik:f16: .*No such file")
+        self.assertRegex(done.stdout, "not measured: ik:f16: .*No such file.*" + where)
         self.assertIn("| `llama:f16` | 2 |", done.stdout)
+
+    def test_batches(self):
+        """Each batch has a table, where a step is a token of each request; what does not fit is
+        named with its batch, and the others go on."""
+        path = os.path.join(self.folder, "measured.json")
+        done = self.run_tool("bench-engines.py", "--python", f"transformers={self.fake}", "--rows",
+                             "static,dynamic", "--tokens", "64,128", "--batch", "1,8,16",
+                             "--threads", "2", "--json", path)
+        self.assertEqual(done.returncode, 1, done.stderr)
+        for batch, rest in ((1, "500.0 | 1.00 | 1 | - |"), (8, "4000.0 | 1.00 | 8 | - |")):
+            for tokens in (64, 128):
+                start = done.stdout.index(f"batch {batch}, {tokens} tokens, 2 threads:\n")
+                self.assertIn(f"| `dynamic` | 2 | {rest}", done.stdout[start:].split("batch", 2)[1])
+        self.assertIn("not measured: dynamic: MemoryError: no [batch 16, 64 tokens, 2 threads; "
+                      "batch 16, 128 tokens, 2 threads]\n", done.stdout)
+        with open(path, encoding="utf-8") as file:
+            cases = json.load(file)
+        self.assertEqual([(c["batch"], c["tokens"], len(c["rows"])) for c in cases],
+                         [(1, 64, 2), (1, 128, 2), (8, 64, 2), (8, 128, 2), (16, 64, 0),
+                          (16, 128, 0)])
+
+
+class Memory(unittest.TestCase):
+    """A row that does not fit is an error, which says how much there was."""
+
+    def test_does_not_fit(self):
+        """In a process of its own: the limit stays."""
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n"
+             "import worker\n"
+             "engine = worker.Worker(1)\n"
+             "engine.make = lambda name, tokens, batch: bytearray(batch << 30)\n"
+             "worker.available = lambda: 2 << 30\n"
+             "engine.open('a', 64, 3)\n", os.path.join(TOOLS, "engines")],
+            capture_output=True, text=True, timeout=60)
+        self.assertIn("(2.1 GB of memory were left for it)", done.stderr)
 
 
 class Meant(Case):
@@ -172,7 +214,9 @@ class Meant(Case):
                 ("bench-engines.py", ("--rounds", "0"), "--rounds 0: expected 1 or more"),
                 ("bench-prompt.py", ("--rounds", "0"), "--rounds 0: expected 1 or more"),
                 ("bench-engines.py", ("--rows", "static,llama:f16", "--base", "llama:f61"),
-                 "--base llama:f61 is none of the rows: static, llama:f16")):
+                 "--base llama:f61 is none of the rows: static, llama:f16"),
+                ("bench-engines.py", ("--batch", "0"), "--batch 0: expected 1 or more"),
+                ("bench-engines.py", ("--batch", "x"), "--batch x: whole numbers")):
             done = self.run_tool(name, *options)
             self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
             self.assertIn(says, done.stderr)
@@ -185,11 +229,12 @@ class Tables(unittest.TestCase):
     def test_engines(self):
         results = {"static": {"ms": [10, 20, 300], "bytes": 2e6, "resident": 3e6},
                    "kvq": {"ms": [5, 5, 100], "bytes": 1e6, "resident": None}}
-        lines = list(program("bench-engines").table(results, "static"))
-        self.assertEqual(lines[2:], ["| `static` | 20 | 1.00 | 2 | 3 |",
-                                     "| `kvq` | 5 | 3.00 | 1 | - |"])  # 4 of the medians
-        lines = list(program("bench-engines").table({"kvq": results["kvq"]}, "static"))
-        self.assertEqual(lines[2:], ["| `kvq` | 5 | - | 1 | - |"])
+        lines = list(program("bench-engines").table(results, "static", 4))
+        self.assertEqual(lines[2:], ["| `static` | 20 | 200.0 | 1.00 | 2 | 3 |",
+                                     "| `kvq` | 5 | 800.0 | 3.00 | 1 | - |"])  # 4 of the medians
+        lines = list(program("bench-engines").table({"kvq": results["kvq"]}, "static", 1))
+        self.assertEqual(lines[2:], ["| `kvq` | 5 | 200.0 | - | 1 | - |"])
+        self.assertEqual({x.count("|") for x in lines}, {7})
 
     def test_prompts(self):
         rows = [mock.Mock(rounds=[[1, 3], [2, 6], [20, 60]]),

@@ -10,9 +10,11 @@ import time
 import numpy as np
 
 from kvq.private import program
-from worker import SETTLES, SHAPE, resident
+from worker import SETTLES, SHAPE, available, resident
 
 AT_ONCE = 4096  # tokens of a step that fills, unless said
+POOL = 8 << 30  # bytes, where the machine has as many
+LEAST = 1 << 28  # bytes of a pool
 
 
 class Daemon:
@@ -21,11 +23,12 @@ class Daemon:
     def __init__(self, workers):
         self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
         self.directory = os.path.join(self.folder.name, "run")
+        pool = min(POOL, max(available(), LEAST))
         ready, told = os.pipe()
         lives, self.lives = os.pipe()
         self.process = subprocess.Popen(
             [program("kvqd"), "--runtime-dir", self.directory, "--ready-fd", str(told),
-             "--workers", str(workers), "--pool-bytes", "8gb", "--log-level", "warn",
+             "--workers", str(workers), "--pool-bytes", str(pool), "--log-level", "warn",
              "--http", "no", "--lifetime-fd", str(lives)],
             pass_fds=[told, lives])
         os.close(told)

@@ -3,7 +3,8 @@
 
     ik:TYPE[/fa]    f16, bf16, q8_0, q4_0 ...; /fa: with its flash attention
 
-Its caches are filled as those of llama.cpp are."""
+Its caches are filled as those of llama.cpp are. All sequences share its cells, and each attends to
+those of all others, so it is timed with one."""
 import ctypes
 import os
 import struct
@@ -48,11 +49,9 @@ class Cache(llama_files.Cache):
         library.llama_state_seq_get_data(self.context, state, len(state), 0, 0)
         return state
 
-    def set_state(self, state):
-        given = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        taken = self.worker.library.llama_state_seq_set_data(self.context, given, len(state), 0, 0)
-        if taken != len(state):
-            raise RuntimeError("ik_llama.cpp does not take the state")
+    def set_state(self, state, sequence):
+        return self.worker.library.llama_state_seq_set_data(self.context, state, len(state),
+                                                            sequence, 0)
 
     def longer(self, state, tokens):
         read = Reader(state)
@@ -84,9 +83,11 @@ class Ik(Worker):
         what = self.library.llama_print_system_info().decode()
         self.what = f"ik-llama-cpp-python {ik_llama_cpp.__version__}: {what}"
 
-    def make(self, name, tokens):
+    def make(self, name, tokens, batch):
+        if batch > 1:
+            raise ValueError("ik_llama.cpp has no stream for each sequence: batch 1 alone is timed")
         kind, _, path = name[3:].partition("/")
-        return Cache(self, kind, path, tokens)
+        return Cache(self, kind, path, tokens, batch)
 
 
 make = Ik

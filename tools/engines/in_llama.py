@@ -8,8 +8,8 @@
 
 The model, random weights in bfloat16, is written to a GGUF file. A cache is filled by decoding a
 few tokens, asking for the sequence's state, and giving back one that has these tokens again and
-again. kvqd's session is filled through the daemon; llama.cpp's state then says which cells are in
-use."""
+again, to each sequence of a batch. Each has a stream of its own. kvqd's sessions are filled through
+the daemon; llama.cpp's states then say which cells are in use."""
 import ctypes
 import os
 import struct
@@ -22,7 +22,7 @@ import llama_files
 from llama_files import AT_ONCE, SEED, Reader, layers_of
 from worker import SHAPE, Worker
 
-NAME = "full"        # of the session over kvq
+NAME = "full"        # of the sessions over kvq; behind the first one's, the stream's number
 MMAP_THRESHOLD = -3  # of mallopt()
 
 
@@ -38,6 +38,7 @@ class Cache(llama_files.Cache):
     def begin(self, kind, flash, tokens):
         options = self.options(kind, tokens)
         options.flash_attn_type = 1 if flash else 0
+        options.kv_unified = False
         self.make(options)
 
     def state(self):
@@ -45,29 +46,30 @@ class Cache(llama_files.Cache):
         api.llama_state_seq_get_data(self.context, state, len(state), 0)
         return state
 
-    def set_state(self, state):
-        given = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        if api.llama_state_seq_set_data(self.context, given, len(state), 0) != len(state):
-            raise RuntimeError("llama.cpp does not take the state")
+    def set_state(self, state, sequence):
+        return api.llama_state_seq_set_data(self.context, state, len(state), sequence)
 
     def longer(self, state, tokens):
         read = Reader(state)
         magic, sequence, streams, cells = read.fields("<IiII")
-        if streams != 1 or cells != SEED:
-            raise RuntimeError(f"the state has {streams} streams of {cells} cells, not 1 of {SEED}")
+        if streams != self.batch or cells != SEED:
+            raise RuntimeError(f"the state has {streams} streams, with {cells} cells in the first, "
+                               f"not {self.batch} with {SEED}")
         read.take(12 * SEED)
         where = np.zeros((tokens, 3), np.int32)  # position, number of sequences, the sequence
         where[:, 0], where[:, 1] = np.arange(tokens), 1
         transposed, = read.fields("<I")
-        return b"".join([struct.pack("<IiII", magic, sequence, 1, tokens), where.tobytes(),
-                         struct.pack("<I", transposed), *layers_of(read, tokens, transposed, 0)])
+        return b"".join([struct.pack("<IiII", magic, sequence, streams, tokens), where.tobytes(),
+                         struct.pack("<I", transposed),
+                         # Behind them stand the counts of cells of the other streams: none.
+                         *layers_of(read, tokens, transposed, 4 * (streams - 1))])
 
 
 class OverKvq(Cache):
-    """A context whose K and V are a session of kvqd."""
+    """A context whose K and V are sessions of kvqd, one for each sequence."""
 
-    def __init__(self, worker, form, path, tokens):
-        self.worker, self.daemon = worker, None
+    def __init__(self, worker, form, path, tokens, batch):
+        self.worker, self.daemon, self.batch = worker, None, batch
         try:
             self._open(form, path or "exact", tokens)
         except BaseException:
@@ -79,37 +81,38 @@ class OverKvq(Cache):
         os.environ.pop("KVQ_LLAMA_SESSION", None)
         os.environ.update(KVQ_LLAMA_FORMAT=form, KVQ_LLAMA_ATTENTION=path, KVQ_LLAMA_ROLLBACK="0")
         self._begin_daemon()
-        super().__init__(self.worker, "f16", True, tokens)
+        super().__init__(self.worker, "f16", True, tokens, self.batch)
         state = bytes(self.state())
         api.llama_free(self.context)
         self.daemon.stop()
         self.daemon = None
-        # As if llama.cpp had been started anew over a session that it filled before.
+        # As if llama.cpp had been started anew over sessions that it filled before.
         self._begin_daemon()
-        self._fill(form, path, tokens)
+        self._fill_sessions(form, path, tokens)
         os.environ["KVQ_LLAMA_SESSION"] = NAME
         self.begin("f16", True, tokens)
-        self.set_state(state)
+        self.set_states(state)
 
     def _begin_daemon(self):
         from daemon import Daemon
         self.daemon = Daemon(self.worker.threads)
         os.environ["KVQ_RUNTIME_DIR"] = self.daemon.directory
 
-    def _fill(self, form, path, tokens):
-        """The session that the backend would have made, filled by a prompt's steps. It is let go,
-        and stays for a while."""
+    def _fill_sessions(self, form, path, tokens):
+        """The sessions that the backend would have made, filled by a prompt's steps. They are let
+        go, and stay for a while."""
         import kvq
         from daemon import fill
         layer = kvq.Layer(SHAPE["heads"], SHAPE["kv_heads"], SHAPE["head_dim"])
         with kvq.Client(self.daemon.directory) as client:
-            with client.session([layer] * SHAPE["layers"], form, name=NAME, model="llama.cpp",
-                                salt=NAME, attention=path, max_rollback=0,
-                                prompt_tokens=AT_ONCE) as session:
-                fill(client, session, tokens, bfloat16=False, at_once=AT_ONCE)
+            for name in [NAME] + [f"{NAME}-{i}" for i in range(1, self.batch)]:
+                with client.session([layer] * SHAPE["layers"], form, name=name, model="llama.cpp",
+                                    salt=name, attention=path, max_rollback=0,
+                                    prompt_tokens=AT_ONCE) as session:
+                    fill(client, session, tokens, bfloat16=False, at_once=AT_ONCE)
 
     def nbytes(self):
-        """See worker.py: of the session, as kvqd counts."""
+        """See worker.py: of the sessions, as kvqd counts."""
         return self.daemon.session_bytes()
 
 
@@ -135,11 +138,11 @@ class Llama(Worker):
         what = api.llama_print_system_info().decode()
         self.what = f"llama-cpp-python {api.__version__}: {what}"
 
-    def make(self, name, tokens):
+    def make(self, name, tokens, batch):
         kind, _, path = name[6:].partition("/")
         if kind.startswith("kvq:"):
-            return OverKvq(self, kind[4:], path, tokens)
-        return Cache(self, kind, path, tokens)
+            return OverKvq(self, kind[4:], path, tokens, batch)
+        return Cache(self, kind, path, tokens, batch)
 
 
 make = Llama

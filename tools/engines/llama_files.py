@@ -107,35 +107,47 @@ def load_backends(api):
         ctypes.CDLL(os.path.join(folder, "libggml.so.0")).ggml_backend_load_all()
 
 
-def decode(api, context, at, ids):
-    """Decodes ids from position `at` on, with the last one's logits; llama_decode's status."""
-    batch = api.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for i, token in enumerate(ids):
-        batch.token[i], batch.pos[i] = token, at + i
-        batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-        batch.logits[i] = i + 1 == len(ids)
+def decode(api, context, at, ids, sequences=1):
+    """Decodes ids from position `at` on, in each of the sequences, with the last one's logits;
+    llama_decode's status."""
+    n = len(ids)
+    batch = api.llama_batch_init(n * sequences, 0, 1)
+    batch.n_tokens = n * sequences
+    for i in range(batch.n_tokens):
+        batch.token[i], batch.pos[i] = ids[i % n], at + i % n
+        batch.n_seq_id[i], batch.seq_id[i][0] = 1, i // n
+        batch.logits[i] = i % n + 1 == n
     code = api.llama_decode(context, batch)
     api.llama_batch_free(batch)
     return code
 
 
 class Cache(Row):
-    """A context that is full. Subclasses say how one begins, and how states are read and set."""
+    """A context that is full: as many sequences as the batch has, of the same tokens. Subclasses
+    say how one begins, and how a sequence's state is read and set."""
     api = None
 
-    def __init__(self, worker, kind, flash, tokens):
-        self.worker, self.at, self.context = worker, 0, None
+    def __init__(self, worker, kind, flash, tokens, batch):
+        self.worker, self.at, self.context, self.batch = worker, 0, None, batch
         self.begin(kind, flash, tokens)
-        self.decode(range(1, 1 + SEED))
+        try:
+            self._fill_sequences(tokens)
+        except BaseException:
+            self.api.llama_free(self.context)
+            raise
+
+    def _fill_sequences(self, tokens):
+        self.decode(range(1, 1 + SEED), 1)
         longer = self.longer(bytes(self.state()), tokens)
-        self.set_state(longer)
-        self.state_bytes, self.at = len(longer), tokens
+        self.set_states(longer)
+        self.state_bytes, self.at = self.batch * len(longer), tokens
 
     def options(self, kind, tokens):
         """Of a context, but for flash attention."""
         options = self.api.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = tokens + ROOM, AT_ONCE, AT_ONCE
+        options.n_ctx = self.batch * (tokens + ROOM)
+        options.n_batch = options.n_ubatch = AT_ONCE
+        options.n_seq_max = self.batch
         options.n_threads = options.n_threads_batch = self.worker.threads
         options.type_k = options.type_v = TYPES[kind]
         return options
@@ -151,29 +163,36 @@ class Cache(Row):
             raise RuntimeError("llama.cpp makes no such context")
 
     def state(self):
-        """Of the sequence."""
+        """Of the first sequence."""
         raise NotImplementedError
 
-    def set_state(self, state):
-        """Gives a state back."""
+    def set_states(self, state):
+        """Gives a state to each sequence."""
+        given = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        for sequence in range(self.batch):
+            if self.set_state(given, sequence) != len(state):
+                raise RuntimeError(f"{type(self).__module__} does not take the state")
+
+    def set_state(self, state, sequence):
+        """Gives one its state; how many bytes of it were taken."""
         raise NotImplementedError
 
     def longer(self, state, tokens):
         """The state of SEED tokens as one of so many."""
         raise NotImplementedError
 
-    def decode(self, ids):
-        """Goes on."""
-        if decode(self.api, self.context, self.at, ids):
+    def decode(self, ids, sequences):
+        """Goes on in the first ones."""
+        if decode(self.api, self.context, self.at, ids, sequences):
             raise RuntimeError("llama_decode failed")
         self.at += len(ids)
 
     def step(self):
         """See worker.py."""
-        self.decode([5])
+        self.decode([5], self.batch)
 
     def nbytes(self):
-        """See worker.py: of the sequence's state."""
+        """See worker.py: of the sequences' states."""
         return self.state_bytes
 
     def close(self):

@@ -7,12 +7,14 @@ output.
 import ctypes
 import json
 import os
+import resource
 import sys
 import time
 
 SHAPE = {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "head_dim": 128,
          "intermediate": 6144, "vocabulary": 32000}  # 1.07 billion weights
-TIMED = 2     # tokens of a turn
+TIMED = 2     # steps of a turn
+SPARE = 1 << 30  # bytes of the machine's memory that no row may take
 SETTLES = 12  # seconds without a change, until memory counts as settled
 if os.environ.get("KVQ_BENCH_SMALL"):
     SETTLES = 0
@@ -46,6 +48,24 @@ def resident(pids):
     return anonymous + sum(shared.values())
 
 
+def available():
+    """Bytes of memory that the machine has left, but for SPARE."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return 1024 * int(fields["MemAvailable"].split()[0]) - SPARE
+
+
+def limit_memory():
+    """What this process cannot have it is refused, so that a cache which does not fit is an error,
+    and nothing that the system must kill. Returns the bytes that it can have."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        has = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmData:"))
+    left = max(available(), 0)
+    resource.setrlimit(resource.RLIMIT_DATA,
+                       (has + left, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    return left
+
+
 def check_tokens(daemon, tokens):
     """Raises unless the sessions of kvqd have grown to so many tokens: an engine that never found
     kvq decodes as well, over a cache of its own."""
@@ -56,11 +76,11 @@ def check_tokens(daemon, tokens):
 
 
 class Row:
-    """A full cache."""
+    """A full cache of as many sequences as the batch has."""
     daemon = None  # a kvqd of its own, or None
 
     def step(self):
-        """Decodes one token."""
+        """Decodes one token of each sequence."""
         raise NotImplementedError
 
     def nbytes(self):
@@ -90,22 +110,32 @@ class Worker:
     def __init__(self, threads):
         self.threads, self.rows = threads, {}
 
-    def make(self, name, tokens):
-        """A row of that name."""
+    def make(self, name, tokens, batch):
+        """A row of that name, with a batch of sequences of so many tokens each."""
         raise NotImplementedError
 
     def _resident(self):
         ctypes.CDLL(None).malloc_trim(0)  # what filling used and freed counts for nobody
         return resident([os.getpid(), *(pid for row in self.rows.values() for pid in row.pids())])
 
-    def open(self, name, tokens):
-        """Fills a cache and decodes a token."""
-        before = self._resident()
-        row = self.rows[name] = self.make(name, tokens)
+    def _fill(self, name, tokens, batch):
+        """A row, in what memory there is."""
+        left = limit_memory()
         try:
-            row.step()
+            return self.make(name, tokens, batch)
+        except (MemoryError, RuntimeError) as error:
+            text = f"{error} ({left / 1e9:.1f} GB of memory were left for it)"
+            raise RuntimeError(text) from error
+
+    def open(self, name, tokens, batch):
+        """Fills a cache and takes a turn, behind which a daemon has packed the prompt's last
+        tokens, too."""
+        before = self._resident()
+        row = self.rows[name] = self._fill(name, tokens, batch)
+        try:
+            self.step(name)
             if row.daemon:
-                check_tokens(row.daemon, tokens + 1)
+                check_tokens(row.daemon, batch * (tokens + 1 + TIMED))
             row.settle()
         except BaseException:
             self.close(name)
@@ -114,7 +144,7 @@ class Worker:
                 "resident": None if self.with_model else self._resident() - before}
 
     def step(self, name):
-        """A turn: tokens one after another, as an engine decodes them. The first one, which finds
+        """A turn: steps one after another, as an engine decodes. The first one, which finds
         caches as the rows before it have left them, is not timed."""
         row = self.rows[name]
         row.step()
