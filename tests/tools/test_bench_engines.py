@@ -145,12 +145,34 @@ class Backend(Case):
                     mock.patch.object(sys, "stdin", io.StringIO("go\n")), \
                     mock.patch.object(sys, "stdout", io.StringIO()) as out:
                 if tokens:
-                    prompt.work(given)
+                    prompt.work_in_llama(given)
                     self.assertTrue(out.getvalue().startswith("pieces ["))
                 else:
                     with self.assertRaisesRegex(RuntimeError, "0 tokens, and 512 were decoded"):
-                        prompt.work(given)
+                        prompt.work_in_llama(given)
         self.assertEqual(took, [512, 512, 512])
+
+
+    def test_vllm_not_over_kvq(self):
+        """The same in vLLM, behind the whole prompt, whose pieces are timed to its first token."""
+        prompt = program("bench-prompt")
+        steps = iter([[], [], ["first"], ["second"]] * 2)
+        row = mock.Mock(engine=mock.Mock(step=lambda: next(steps)), step=lambda: next(steps))
+        engine = types.ModuleType("in_vllm")
+        engine.make, engine.Engine = lambda threads: None, lambda *what: row
+        given = mock.Mock(worker="vllm:kvq:kvq2", tokens=1024, threads=1)
+        for row.daemon in (None, Daemon(1024), Daemon(512)):
+            with mock.patch.dict(sys.modules, in_vllm=engine), \
+                    mock.patch.object(sys, "stdin", io.StringIO("go\n")), \
+                    mock.patch.object(sys, "stdout", io.StringIO()) as out:
+                if row.daemon is None or row.daemon.tokens == 1024:
+                    prompt.work_in_vllm(given)
+                    self.assertEqual(len(json.loads(out.getvalue()[7:])), 3)
+                    continue
+                steps = iter([[], ["first"]])
+                with self.assertRaisesRegex(RuntimeError, "512 tokens, and 1024 were decoded"):
+                    prompt.work_in_vllm(given)
+                self.assertEqual(out.getvalue(), "")
 
 
 class Engines(Case):
@@ -213,6 +235,9 @@ class Meant(Case):
         for name, options, says in (
                 ("bench-engines.py", ("--rounds", "0"), "--rounds 0: expected 1 or more"),
                 ("bench-prompt.py", ("--rounds", "0"), "--rounds 0: expected 1 or more"),
+                ("bench-prompt.py", ("--rows", "f16", "--python", "ik=x"), "ik is no engine"),
+                ("bench-prompt.py", ("--rows", "vllm:auto", "--pieces", "512,512"),
+                 "vLLM cuts prompts by itself"),
                 ("bench-engines.py", ("--rows", "static,llama:f16", "--base", "llama:f61"),
                  "--base llama:f61 is none of the rows: static, llama:f16"),
                 ("bench-engines.py", ("--batch", "0"), "--batch 0: expected 1 or more"),

