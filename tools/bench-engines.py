@@ -43,8 +43,8 @@ import sys
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
 sys.path.insert(0, HERE)
-import interpreters  # noqa: E402
 from ggml_backend import choose_rows  # noqa: E402
+from options import add_options, environment, take_options  # noqa: E402
 from process import Process  # noqa: E402
 
 ENGINES = ("ik", "llama", "transformers", "vllm")  # the first words of an engine's name
@@ -68,9 +68,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(%(default)s)")
     parser.add_argument("--base", default="static", metavar="R",
                         help="the row that others are held against (%(default)s)")
-    interpreters.add_option(parser, ENGINES)
-    parser.add_argument("--waiting", default="passive", choices=("passive", "active", "default"),
-                        help="how OpenMP's threads wait for work (%(default)s)")
+    add_options(parser, ENGINES)
     parser.add_argument("--ggml-backend", metavar="FILE",
                         help="libkvq-ggml.so; without it, the default rows have none of llama.cpp "
                              "over kvq")
@@ -93,21 +91,17 @@ def arguments():
         parser.error(f"--rounds {given.rounds}: expected 1 or more")
     if given.base not in given.rows and given.base != parser.get_default("base"):
         parser.error(f"--base {given.base} is none of the rows: {', '.join(given.rows)}")
-    interpreters.take_option(parser, given, ENGINES)
+    take_options(parser, given, ENGINES)
     return given
 
 
 def start(name, given, threads):
     """A worker's process."""
     python = given.python.get(name.split()[0], sys.executable)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads),
-                                "KVQ_BENCH_SMALL": "1" if given.small else ""}
-    environment.pop("OMP_WAIT_POLICY", None)
-    if given.waiting != "default":
-        environment["OMP_WAIT_POLICY"] = given.waiting
+    variables = environment(given, threads)
     if name == OVER_KVQ:  # whose attention ggml gives to kvq, of all contexts
-        environment["GGML_BACKEND_PATH"] = given.ggml_backend
-    return Process([python, os.path.join(HERE, "serve.py"), name.split()[0]], environment,
+        variables["GGML_BACKEND_PATH"] = given.ggml_backend
+    return Process([python, os.path.join(HERE, "serve.py"), name.split()[0]], variables,
                    threads=threads)
 
 

@@ -30,8 +30,8 @@ import time
 
 ENGINES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
 sys.path.insert(0, ENGINES)
-import interpreters  # noqa: E402
 from ggml_backend import choose_rows  # noqa: E402
+from options import add_options, environment, take_options  # noqa: E402
 from worker import check_tokens  # noqa: E402
 
 AT_ONCE = 512
@@ -57,12 +57,12 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(%(default)s)")
     parser.add_argument("--ggml-backend", metavar="FILE",
                         help="libkvq-ggml.so; without it, the default rows are those without kvq")
-    interpreters.add_option(parser, NAMES)
+    add_options(parser, NAMES)
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.failed = choose_rows(parser, given, ROWS, lambda row: row.startswith("kvq:"))
-    interpreters.take_option(parser, given, NAMES)
+    take_options(parser, given, NAMES)
     if given.rounds < 1:
         parser.error(f"--rounds {given.rounds}: expected 1 or more")
     engines = {engine_of(row) for row in given.rows}
@@ -213,12 +213,6 @@ def work_in_llama(given):
         daemon.stop()
 
 
-def environment_of(given):
-    """Of an engine's process."""
-    return os.environ | {"OMP_NUM_THREADS": str(given.threads), "OMP_WAIT_POLICY": "passive",
-                         "KVQ_BENCH_SMALL": "1" if given.small else ""}
-
-
 def python_of(engine, given):
     """The interpreter of an engine."""
     return given.python.get(engine, sys.executable)
@@ -227,16 +221,16 @@ def python_of(engine, given):
 def write_model(path, given):
     """By the interpreter that has what it takes."""
     subprocess.run([python_of("llama", given), os.path.join(ENGINES, "llama_files.py"), path],
-                   env=environment_of(given), check=True)
+                   env=environment(given, given.threads), check=True)
 
 
 class Row:
     """A worker's process."""
 
     def __init__(self, name, given, model):
-        environment = environment_of(given)
+        variables = environment(given, given.threads)
         if name.startswith("kvq:"):
-            environment["GGML_BACKEND_PATH"] = given.ggml_backend
+            variables["GGML_BACKEND_PATH"] = given.ggml_backend
         self.name, self.rounds = name, []
         command = [python_of(engine_of(name), given), __file__, "--worker", name, "--rows", name,
                    "--tokens", str(given.tokens), "--threads", str(given.threads),
@@ -247,7 +241,7 @@ class Row:
             command += ["--pieces", ",".join(str(n) for n in given.pieces)]
         if model:
             command += ["--model", model]
-        self.process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
+        self.process = subprocess.Popen(command, env=variables, text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE)
 
     def run(self):

@@ -16,6 +16,7 @@ from unittest import mock
 HERE = os.path.dirname(os.path.abspath(__file__))
 TOOLS = os.path.join(HERE, "..", "..", "tools")
 sys.path.insert(0, os.path.join(TOOLS, "engines"))
+import options  # noqa: E402
 import worker  # noqa: E402
 
 # Answers as a worker does. A cache has 1 MB for each request; one of 16 does not fit.
@@ -245,6 +246,17 @@ class Meant(Case):
             done = self.run_tool(name, *options)
             self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
             self.assertIn(says, done.stderr)
+
+
+class Waiting(unittest.TestCase):
+    """What an engine's process learns of how its threads wait."""
+
+    def test_policy(self):
+        with mock.patch.dict(os.environ, OMP_WAIT_POLICY="active"):
+            for waiting, policy in (("passive", "passive"), ("default", None)):
+                made = options.environment(mock.Mock(waiting=waiting, small=True), 3)
+                self.assertEqual(made.get("OMP_WAIT_POLICY"), policy)
+                self.assertEqual((made["OMP_NUM_THREADS"], made["KVQ_BENCH_SMALL"]), ("3", "1"))
 
 
 class Tables(unittest.TestCase):
