@@ -230,6 +230,13 @@ class Memory(unittest.TestCase):
             capture_output=True, text=True, timeout=60)
         self.assertIn("(2.1 GB of memory were left for it)", done.stderr)
 
+    def test_room(self):
+        """What is needed is said before anything is taken."""
+        with mock.patch.object(worker, "available", lambda: 100):
+            worker.check_room(100)
+            with self.assertRaisesRegex(MemoryError, "1.5 GB are needed"):
+                worker.check_room(1.5e9)
+
 
 class Meant(Case):
     def test_what_cannot_be_meant(self):

@@ -23,7 +23,7 @@ from kvq.eval.peers import BACKENDS, Peer
 from kvq.eval.sides import tensors_of
 from kvq.transformers import KvqCache
 from daemon import Daemon, fill
-from worker import SHAPE, Row, Worker
+from worker import SHAPE, Row, Worker, check_room
 
 ROOM = 256      # tokens that may be decoded
 
@@ -76,8 +76,10 @@ class Own(Model):
             raise ValueError(f"{name!r} is no row; see --help")
         if name == "empty":
             return
-        k, v = (torch.randn(batch, SHAPE["kv_heads"], tokens, SHAPE["head_dim"],
-                            dtype=torch.bfloat16) for _ in "kv")
+        k, v = (torch.randn(1, SHAPE["kv_heads"], tokens, SHAPE["head_dim"],
+                            dtype=torch.bfloat16).expand(batch, -1, -1, -1) for _ in "kv")
+        if name in ("static", "dynamic"):  # which would grow to the limit layer by layer
+            check_room(2 * SHAPE["layers"] * k.nbytes)
         for layer in range(SHAPE["layers"]):
             self.cache.update(k, v, layer)
 

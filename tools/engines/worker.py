@@ -66,6 +66,12 @@ def limit_memory():
     return left
 
 
+def check_room(nbytes):
+    """Raises unless the machine has so many bytes of memory left."""
+    if nbytes > available():
+        raise MemoryError(f"{nbytes / 1e9:.1f} GB are needed")
+
+
 def check_tokens(daemon, tokens):
     """Raises unless the sessions of kvqd have grown to so many tokens: an engine that never found
     kvq decodes as well, over a cache of its own."""
