@@ -20,7 +20,7 @@
 
 enum { DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 20 << 20 };
 enum { DEFAULT_WORK_STREAM = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
-enum { DEFAULT_RELEASE_WORK = 2048 };
+enum { DEFAULT_RELEASE_WORK = 2048, DEFAULT_RESTORE_WORK = 4096 };
 enum { DEFAULT_SEAL_PAGES = 512 };
 enum { TRIM_AT_ONCE = 128 << 20 }; // bytes that a tick gives back to the system
 #define EMPTY_EXTENT_NS  10000000000ull
@@ -93,6 +93,8 @@ static void set_defaults(struct kvq__core_config *c)
         c->work_stream_workspace = DEFAULT_WORKSPACE;
     if (c->fork_work == 0)
         c->fork_work = DEFAULT_FORK_WORK;
+    if (c->restore_work == 0)
+        c->restore_work = DEFAULT_RESTORE_WORK;
     if (c->release_work == 0)
         c->release_work = DEFAULT_RELEASE_WORK;
     if (c->seal_pages == 0)

@@ -196,6 +196,76 @@ TEST(test_pages_come_with_layers)
     go_on_alike(a, fed("", end - 100, 0), 0);
 }
 
+static struct {
+    uint32_t n;
+    uint64_t before, most; // of kit.backed, and what one turn has added to it
+} turns;
+
+static void note_turn(void)
+{
+    turns.n++;
+    turns.most = kvq__max(turns.most, kit.backed - turns.before);
+    turns.before = kit.backed;
+}
+
+// Nothing is read into blocks for tokens that are yet to be packed. The poller takes the pages of
+// these, and not of the extents that they lie in; and some in a turn.
+TEST(test_pages_of_what_does_not_come)
+{
+    struct kvq__restore *r;
+    const struct vault_session *from = stored(1900, 300);
+    kvq__pools_trim(kit.core, 0, UINT64_MAX);
+    assert_int_equal(kit.extents_out, 0);
+    kit.core->config.restore_work = 6;
+    vault.turn = note_turn;
+    turns.before = kit.backed;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    uint64_t backed = kit.backed;
+    const struct kvq__session *s = r->session;
+    const struct kvq__layer *l = &s->layers[0];
+    uint64_t block = kvq__packed_block_bytes(l, 1), come = 0;
+    uint32_t pages = kvq__packed_pages(s, l, s->tokens) - kvq__pages_of(l->packed);
+    assert_true(block > 6 * 1024 && pages > 6);
+    assert_int_equal(turns.most, block);
+    assert_in_range(backed, 2 * pages * block, OWNED * pages * block); // of one layer fewer pages
+    uint64_t a = open_as("it", 0, 300);
+    assert_int_equal(vault_rest(&vault, &r, from), 0);
+    come = kit.backed - backed;
+    assert_int_equal(backed + come, kit.core->pools[0].used_bytes);
+    same_bits(a, fed("", 1900, 300));
+}
+
+// The poller takes blocks for some pages in a turn.
+TEST(test_blocks_of_a_turn)
+{
+    struct kvq__restore *r;
+    const struct vault_session *from = stored_alone(1900);
+    kit.core->config.restore_work = 5;
+    vault.turn = note_turn;
+    turns.n = 0;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    uint32_t pages = 0;
+    for (uint32_t i = 0; i < OWNED; i++)
+        pages += r->session->n_pages - r->session->layers[i].first_page;
+    assert_in_range(turns.n, (pages - 1) / 5, pages / 5 + 4); // or one that took an extent
+    assert_int_equal(vault_rest(&vault, &r, from), 0);
+}
+
+// There are no pages for a block into which nothing is read: as if there were no room.
+TEST(test_no_pages_for_what_does_not_come)
+{
+    struct kvq__restore *r;
+    stored(1900, 300);
+    kvq__pools_trim(kit.core, 0, UINT64_MAX);
+    kit.no_pages = true;
+    int rc = vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text);
+    assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    core_check(kit.core);
+    kit.no_pages = false;
+    same_bits(restore("it"), fed("", 1900, 300));
+}
+
 // There are none when a layer's bytes are to come: as if it could not be read.
 TEST(test_no_pages)
 {

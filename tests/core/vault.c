@@ -185,6 +185,8 @@ static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__rest
     uint32_t waits = 0, looks = 0;
     int rc;
     while ((rc = kvq__restore_reserve(restore, text)) > 0) {
+        if (v->turn)
+            v->turn();
         if (restore->fetches) // else nobody sees it yet
             core_check(core);
         if (rc == KVQ__MORE)

@@ -34,6 +34,7 @@ struct vault {
     int fail;           // what orders of parking fail with; 0 = they do not
     bool serves;        // fetches and restores that wait for room have others served meanwhile
     uint64_t lost_from; // tokens from here on are damaged, for those fetches; 0: none are
+    void (*turn)(void); // is called after each turn in which a restore takes memory; may be NULL
 };
 
 void vault_close(struct vault *v);

@@ -103,6 +103,7 @@ struct kvq__core_config {
     uint32_t release_work; // sheets, blocks and id parts that a turn frees at most; 0 = 2048
     uint32_t seal_pages;   // no new ones, given to an index of prefixes in a turn; 0 = 512
     uint32_t fork_work;    // sheets, id parts and pages that a FORK visits in a turn; 0 = 8192
+    uint32_t restore_work; // pages that a restore visits in a turn, and KiB that it backs; 0 = 4096
     uint64_t keep_ns;      // how long a named session stays after its last close; 0 = for ever
     uint32_t workers;      // threads that run jobs; attention is cut into pieces for so many
     uint8_t path;          // enum kvq_path for sessions that leave it to the daemon

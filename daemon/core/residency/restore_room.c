@@ -7,46 +7,59 @@
 
 // ---- Blocks ----
 
+// What a turn may take: until the session's namespace has had another extent, and so much work.
+struct room_turn {
+    uint64_t extents;
+    uint64_t work; // pages that it visits, and KiB whose pages the poller takes from the system
+};
+
+// The pages of a block into which nothing is read: no thread takes them later.
+static int take_pages(struct kvq__restore *r, struct kvq__ref *ref, struct room_turn *turn)
+{
+    if (!ref->block->extent->bare)
+        return 0;
+    turn->work += ref->block->bytes / 1024;
+    int rc = kvq__block_back(r->session->pool, ref->block);
+    if (rc < 0)
+        kvq__block_drop_idle(r->core, ref, false);
+    return rc;
+}
+
 // Unless it has it since before it waited for room. arrives: something is read into it, before
 // anybody else writes to it.
-static int reserve_block(struct kvq__restore *r, uint64_t bytes, bool arrives, struct kvq__ref *ref)
+static int reserve_block(struct kvq__restore *r, uint64_t bytes, bool arrives, struct kvq__ref *ref,
+                         struct room_turn *turn)
 {
     const struct kvq__session *s = r->session;
     if (bytes == 0 || ref->block)
         return 0;
-    r->grant.bare = arrives;
+    r->grant.bare = true;
     int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, &r->grant, ref);
+    rc = rc || arrives ? rc : take_pages(r, ref, turn);
     r->reserved += rc ? 0 : bytes;
     return rc;
 }
 
-static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t page)
+static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t page,
+                        struct room_turn *turn)
 {
     const struct kvq__session *s = r->session;
     struct kvq__pageref *p = kvq__page(l, page);
     int rc = 0;
     if (page < kvq__packed_pages(s, l, s->tokens))
         rc = reserve_block(r, kvq__packed_block_bytes(l, page), kvq__page_part(l->packed, page) > 0,
-                           &p->packed);
+                           &p->packed, turn);
     if (rc || page < l->raw_page)
         return rc;
     // A step may append to the session before all of the block has come, and must not have to
     // replace the block then.
-    return reserve_block(r, l->raw_bytes, true, &p->raw);
+    return reserve_block(r, l->raw_bytes, true, &p->raw, turn);
 }
 
-static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
+static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l, struct room_turn *turn)
 {
-    return reserve_block(r, r->session->n_pages ? l->extras_bytes : 0, true, &l->extras);
+    return reserve_block(r, r->session->n_pages ? l->extras_bytes : 0, true, &l->extras, turn);
 }
-
-// What a turn may take: until the session's namespace has had another extent, and so many pages.
-enum { PAGES_AT_ONCE = 4096 };
-
-struct room_turn {
-    uint64_t extents;
-    uint32_t pages;
-};
 
 static uint64_t extents_of(const struct kvq__session *s)
 {
@@ -61,13 +74,14 @@ static int reserve_layer(struct kvq__restore *r, struct kvq__layer *l, struct ro
     if (r->page < l->first_page)
         r->page = l->first_page;
     for (; r->page < s->n_pages; r->page++) {
-        if (extents_of(s) != turn->extents || turn->pages++ >= PAGES_AT_ONCE)
+        if (extents_of(s) != turn->extents || turn->work >= s->core->config.restore_work)
             return KVQ__MORE;
-        int rc = reserve_page(r, l, r->page);
+        turn->work++;
+        int rc = reserve_page(r, l, r->page, turn);
         if (rc)
             return rc;
     }
-    return reserve_extras(r, l);
+    return reserve_extras(r, l, turn);
 }
 
 static int reserve_some(struct kvq__restore *r)
