@@ -730,18 +730,48 @@ static void audit_claims(struct kvq__check *c, const struct kvq__core *core)
     HOLDS(c, claims == claimed);
 }
 
-// Those that wait for room stand in the order of their tickets.
-static void audit_waiters(struct kvq__check *c, const struct kvq__core *core)
+// Those that wait for room there stand in the order of their tickets. How many these are.
+static uint32_t audit_line(struct kvq__check *c, const struct kvq__line *line)
 {
     const struct kvq__queue *q;
     uint64_t last = 0;
     uint32_t n = 0;
-    TAILQ_FOREACH (q, &core->room.waiters, waiter_link) {
-        HOLDS(c, q->turn.in_line && q->turn.ticket > last);
+    TAILQ_FOREACH (q, &line->waiters, line_link) {
+        HOLDS(c, q->turn.in_line && q->turn.line == line && q->turn.ticket > last);
         last = q->turn.ticket;
         n++;
     }
-    HOLDS(c, n == core->room.n_waiters);
+    return n;
+}
+
+static uint32_t audit_waits(struct kvq__check *c, const struct kvq__core *core,
+                            const struct kvq__waits *waits, uint32_t *some)
+{
+    const struct kvq__queue *q;
+    uint32_t n = 0;
+    TAILQ_FOREACH (q, &core->room.waiters, waiter_link)
+        n += q->turn.waits == waits;
+    HOLDS(c, n == waits->n);
+    *some += n > 0;
+    return n;
+}
+
+static void audit_waiters(struct kvq__check *c, const struct kvq__core *core)
+{
+    const struct kvq__namespace *ns;
+    uint32_t n = 0, waiting = 0;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        n += audit_line(c, &core->room.lines[i]);
+    TAILQ_FOREACH (ns, &core->namespaces, link) {
+        uint32_t waits = 0;
+        for (uint32_t i = 0; i < KVQ__LIMITS; i++)
+            n += audit_line(c, &ns->lines[i]) - audit_waits(c, core, &ns->at_limit[i], &waits);
+        for (uint32_t i = 0; i < core->n_pools; i++)
+            n -= audit_waits(c, core, &ns->at_pool[i], &waits);
+        HOLDS(c, waits == ns->n_waits);
+        waiting += waits > 0;
+    }
+    HOLDS(c, n == 0 && waiting == core->room.n_waiting);
     audit_claims(c, core);
 }
 

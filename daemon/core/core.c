@@ -173,6 +173,8 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->prompts.list);
     core->last.stamp = c.run;
     TAILQ_INIT(&core->room.waiters);
+    for (uint32_t i = 0; i < 1 + KVQ_MAX_GPUS; i++)
+        kvq__line_open(&core->room.lines[i]);
     kvq__dues_open(core);
     for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
         TAILQ_INIT(&core->unsaved.lists[i]);

@@ -53,6 +53,12 @@ struct kvq__namespace {
     uint32_t *uids, *gids;
     uint32_t n_uids, n_gids;
     struct kvq__demand demands[KVQ__LIMITS];
+    // Its requests that wait for room (admission.c).
+    struct kvq__line lines[KVQ__LIMITS];                                // below its own limits
+    struct kvq__waits at_limit[KVQ__LIMITS], at_pool[1 + KVQ_MAX_GPUS]; // how many, and where
+    uint32_t n_waits;             // for how many of these some wait
+    uint64_t next_try, next_hope; // of one of them from the start: after a while, or since there
+                                  // seems to be room
     uint64_t full_event_at, quota_event_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
     bool lenient; // table bytes are taken for a moment only: they count, but are not refused
@@ -121,13 +127,6 @@ static_assert(KVQ__PACKER_PAGES * KVQ_BLOCK_TOKENS >= KVQ_MAX_LEARN, "a prompt i
 TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
-TAILQ_HEAD(kvq__waiters, kvq__queue);
-
-// How far what was freed has been shown to core->room.waiters.
-struct kvq__shown {
-    struct kvq__queue *next;      // those before it have seen it; NULL: all have
-    uint64_t freed, extents_made; // the core's counts then
-};
 struct kvq__staging;
 struct kvq__park;
 struct kvq__forget;
@@ -300,11 +299,10 @@ struct kvq__core {
     // What requests wait for (admission.c).
     struct {
         uint64_t extents_made; // changes when extents that requests wait for are there
-        uint64_t freed;        // changes whenever a block has become free, or an eviction ended
-        struct kvq__waiters waiters; // queues whose requests wait, or have; the oldest first
-        uint32_t n_waiters;
-        struct kvq__shown shown;
-        uint64_t next_try; // of one of them from the start, unless there seems to be room
+        struct kvq__line lines[1 + KVQ_MAX_GPUS]; // of those who wait for room in each pool
+        struct kvq__waiters waiters; // in all lines, those of namespaces included; in any order
+        uint32_t n_waiting;          // namespaces of which some wait
+        uint64_t taken;              // blocks that were taken so far
         uint64_t last_ticket, last_attempt;
         uint64_t counted_layers; // that counts of needs have visited so far; for tests
     } room;
@@ -315,10 +313,9 @@ struct kvq__core {
     struct {
         struct kvq__evicting places[1 + KVQ_MAX_GPUS][KVQ__EVICT_AT_ONCE]; // of each pool
         uint32_t n;                                                        // in all of them
-        uint64_t ended;     // of all that were begun, whatever came of it
-        uint64_t looks;     // looks for a session that may go,
-        uint64_t work;      // layers and blocks that these have visited so far,
-        uint64_t last_work; // and those of the last look
+        uint64_t ended; // of all that were begun, whatever came of it
+        uint64_t looks; // looks for a session that may go,
+        uint64_t work;  // and layers and blocks that these have visited so far
         struct kvq__demand demands[1 + KVQ_MAX_GPUS]; // of each pool
         uint64_t demote_after; // there was no room on the host; not before then
     } evict;

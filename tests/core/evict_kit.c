@@ -78,6 +78,11 @@ const char *place(uint32_t pool)
     return kvq__pool_name(&kit.core->pools[pool]);
 }
 
+void something_is_freed(void)
+{
+    kvq__freed_note(kit_namespace(&kit, 1000), &kit.core->pools[home]);
+}
+
 uint64_t opened(struct member *member, const char *name)
 {
     struct kvq__session_spec spec = {

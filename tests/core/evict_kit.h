@@ -80,6 +80,8 @@ void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTE
 // The same outputs as then.
 void same_bits(struct member *member, uint64_t handle, uint8_t then[LAYERS][OUT_BYTES]);
 bool is_home(struct member *member, uint64_t handle);
+// As if a block of the first user's sessions had become free.
+void something_is_freed(void);
 
 // How many have gone since others needed the room.
 uint64_t evicted(void);

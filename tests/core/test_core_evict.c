@@ -329,7 +329,7 @@ SAVING_TEST(test_order_beside_a_limit)
     kvq__session_unref(s[0]);
     kit_drop(&m, handles[0]);
     (void)kit_again(&third);
-    const bool looked = third.queue->turn.seen == kit.core->room.freed;
+    const bool looked = third.queue->turn.seen == third.queue->turn.line->freed;
     for (uint32_t i = 1; i < 4; i++)
         kvq__session_unref(s[i]);
     kvq__queue_ending(m.queue);

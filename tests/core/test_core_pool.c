@@ -476,11 +476,11 @@ PLAIN_TEST(test_a_grant_says_what_was_refused)
     rc = kvq__block_new(kit.core, ns, pool(), EXTENT, NULL, &refs[2]);
     assert_int_equal(rc, KVQ_E_NO_MEMORY);
     // Those who wait for room look again only if they gain by what is dropped.
-    uint64_t freed = kit.core->room.freed;
+    uint64_t freed = kit.core->room.lines[0].freed;
     kvq__block_drop_idle(kit.core, &refs[0], false);
-    assert_int_equal(kit.core->room.freed, freed);
+    assert_int_equal(kit.core->room.lines[0].freed, freed);
     kvq__block_drop_idle(kit.core, &refs[1], true);
-    assert_int_equal(kit.core->room.freed, freed + 1);
+    assert_int_equal(kit.core->room.lines[0].freed, freed + 1);
     assert_int_equal(pool()->used_bytes, 0);
     kit_close(&kit);
 }

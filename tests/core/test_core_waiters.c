@@ -29,7 +29,7 @@ static void all_leave(void)
         member_close(&many[i]);
     }
     assert_true(TAILQ_EMPTY(&kit.core->room.waiters));
-    assert_int_equal(kit.core->room.n_waiters, 0);
+    assert_int_equal(kit.core->room.n_waiting, 0);
 }
 
 // A look takes the longer the more wait. All together have one in a millisecond, and each has one.
@@ -107,8 +107,8 @@ SAVING_TEST(test_that_was_refused_before)
     for (uint32_t i = 0; i < 4; i++)
         kit_of(&m, h[i])->pinned = false;
     assert_int_equal(kvq__request_continue(m.queue), KVQ__WAIT);
-    assert_ptr_equal(TAILQ_FIRST(&kit.core->room.waiters), m.queue);
-    assert_int_equal(kit.core->room.n_waiters, 2);
+    assert_ptr_equal(TAILQ_FIRST(&other.queue->turn.line->waiters), m.queue);
+    assert_ptr_equal(TAILQ_NEXT(m.queue, line_link), other.queue);
     core_check(kit.core);
     struct member *both[] = {&m, &other};
     for (uint32_t i = 0; i < 2; i++) {
@@ -148,6 +148,89 @@ SAVING_TEST(test_beside_one_that_waited)
     }
     for (uint32_t i = 1; i < 3; i++)
         kvq__session_unref(kit_of(&m, h[i]));
+}
+
+// ---- One namespace beside others ----
+
+// So many of one namespace's wait at its own limit, and one of another namespace for the pool.
+static void many_and_one(struct member *one)
+{
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 4 * SESSION_BYTES);
+    all_wait();
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_true(many[i].queue->turn.quota);
+    attach(one, 1001);
+    assert_int_equal(begin(one, opened(one, "y"), 9, 1, 3600 * SECOND), 1);
+    core_check(kit.core);
+}
+
+static void one_leaves(struct member *one)
+{
+    kvq__queue_ending(one->queue);
+    if (one->queue->busy)
+        assert_int_equal(kit_again(one), KVQ_E_CANCELLED);
+    member_close(one);
+    all_leave();
+}
+
+// However many of one namespace wait, another one's request looks every five milliseconds: theirs
+// have half of the time together.
+SAVING_TEST(test_looks_beside_many)
+{
+    struct member one;
+    uint32_t looks = 0;
+    many_and_one(&one);
+    uint64_t before = kit.core->evict.looks;
+    for (uint32_t ms = 0; ms < 4 * MANY; ms++) {
+        uint64_t looked = one.queue->turn.looked;
+        pass(MS);
+        assert_int_equal(kit_again(&one), 1);
+        looks += one.queue->turn.looked != looked;
+        for (uint32_t i = 0; i < MANY; i++)
+            assert_int_equal(kit_again(&many[i]), 1);
+    }
+    assert_in_range(looks, 4 * MANY / 5 - 1, 4 * MANY / 5 + 1);
+    uint64_t theirs = kit.core->evict.looks - before - looks;
+    assert_in_range(theirs, MANY, 2 * MANY); // one in two milliseconds: half of the time
+    one_leaves(&one);
+    let_go(held);
+}
+
+// What one namespace gives back is shown at once to those who wait for the pool, and to nobody who
+// waits at another namespace's limit.
+SAVING_TEST(test_freed_beside_many)
+{
+    struct member one, feeder;
+    many_and_one(&one);
+    attach(&feeder, 1001);
+    assert_false(one.queue->turn.quota);
+    kit.core->pools[0].budget += GPU; // of which nobody knows
+    uint64_t h = fed(&feeder, "z"), freed = many[0].queue->turn.line->freed;
+    kit_drop(&feeder, h);
+    rest();
+    assert_int_equal(many[0].queue->turn.line->freed, freed);
+    assert_int_equal(kit_again(&one), 0);
+    assert_int_equal(status_of(&one), 0);
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_int_equal(kit_again(&many[i]), 1);
+    core_check(kit.core);
+    member_close(&feeder);
+    one_leaves(&one);
+    let_go(held);
+}
+
+// An eviction that has ended lets one request of many look at once, and not each of them.
+SAVING_TEST(test_one_looks_after_an_eviction)
+{
+    all_wait();
+    uint64_t before = kit.core->evict.looks;
+    kit.core->evict.ended++;
+    something_is_freed();
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_int_equal(kit_again(&many[i]), 1);
+    assert_in_range(kit.core->evict.looks - before, 1, 2);
+    all_leave();
+    let_go(held);
 }
 
 // ---- What a request costs the poller ----
@@ -263,7 +346,7 @@ static uint64_t tries_of_both(void)
 {
     uint64_t before = kit.core->room.counted_layers;
     pass(MS);
-    kit.core->room.freed++;
+    something_is_freed();
     assert_int_equal(kit_again(&other), 1);
     assert_int_equal(kit_again(&m), 1);
     return (kit.core->room.counted_layers - before) / (BATCH * LAYERS);
@@ -300,13 +383,41 @@ SAVING_TEST(test_tries_in_vain)
     for (uint32_t i = 0; i < 100; i++) {
         uint64_t layers = kit.core->room.counted_layers;
         pass(MS / 10);
-        kit.core->room.freed++;
+        something_is_freed();
         other.queue->turn.need.missing = 0;
         assert_int_equal(kit_again(&other), 1);
         tries += kit.core->room.counted_layers > layers;
     }
     assert_in_range(tries, 10, 20); // each visits 1,080 layers, as it were, and so has 0.5 ms
     wait_no_more(&other);
+}
+
+// Where another namespace has an extent, there is room by count and none for a block. A try counts
+// the blocks that it takes and gives back.
+SAVING_TEST(test_tries_of_blocks_in_vain)
+{
+    struct member third;
+    attach(&third, 1001);
+    uint64_t h = fed(&third, "z");
+    kvq__session_ref(kit_of(&third, h));
+    kit.core->pools[0].budget = 2 * GPU;
+    pass(2 * SECOND);
+    assert_int_equal(begin(&other, opened(&other, "x"), 9, 5 * SESSION, 3600 * SECOND), 1);
+    uint64_t before = kit.core->room.taken, tries = 0;
+    for (uint32_t i = 0; i < 1000; i++) {
+        uint64_t taken = kit.core->room.taken;
+        pass(MS / 10);
+        something_is_freed();
+        assert_int_equal(kit_again(&other), 1);
+        tries += kit.core->room.taken > taken;
+    }
+    uint64_t blocks = (kit.core->room.taken - before) / kvq__max(tries, 1);
+    assert_in_range(blocks, 32, 80);
+    assert_in_range(tries, 100, 100 * MS / (blocks * 16 * 500) + 1);
+    core_check(kit.core);
+    kvq__session_unref(kit_of(&third, h));
+    wait_no_more(&other);
+    member_close(&third);
 }
 
 // ---- Claims ----

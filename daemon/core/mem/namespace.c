@@ -137,6 +137,8 @@ static struct kvq__namespace *make_namespace(struct kvq__core *core,
     TAILQ_INIT(&ns->sessions);
     TAILQ_INIT(&ns->fetches);
     RB_INIT(&ns->by_id);
+    for (uint32_t i = 0; i < KVQ__LIMITS; i++)
+        kvq__line_open(&ns->lines[i]);
     kvq__prefixes_init(&ns->prefixes, ns);
     bool copied = copy_lists(core, c, &lists);
     take_lists(ns, &lists);

@@ -254,6 +254,7 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     b->retired = (struct kvq__retired){0};
     b->saved = b->saved_sinks = 0;
     b->extent->used_bytes += bytes;
+    core->room.taken++;
     pool->used_bytes += bytes;
     ns->used[kvq__pool_limit(pool)] += bytes;
     assert(pool->used_bytes <= pool->extents_taken && pool->extents_taken <= pool->budget);
@@ -359,7 +360,8 @@ static void block_free(struct kvq__core *core, struct kvq__block *b, bool gain)
     e->used_bytes -= b->bytes;
     arena->pool->used_bytes -= b->bytes;
     arena->ns->used[kvq__pool_limit(arena->pool)] -= b->bytes;
-    core->room.freed += gain;
+    if (gain)
+        kvq__freed_note(arena->ns, arena->pool);
     stretch_free(b);
     if (e->used_bytes == 0)
         extent_empty(core, e);

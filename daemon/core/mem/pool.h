@@ -256,7 +256,7 @@ void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref);
 // Whether the block has one reference, by which no request reads it, and no flight may read it
 // through references that it has lost: then it is free as soon as that reference is dropped.
 bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *block);
-// Drops it. `gain`: who waits for room may gain by it, so that core->room.freed changes.
+// Drops it. `gain`: who waits for room may gain by it, so that kvq__freed_note is called.
 void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref, bool gain);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);

@@ -7,6 +7,41 @@
 
 #include "daemon/core/state.h"
 
+void kvq__line_open(struct kvq__line *line)
+{
+    *line = (struct kvq__line){0};
+    TAILQ_INIT(&line->waiters);
+}
+
+static uint64_t *freed_in_pool(const struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    assert(pool >= ns->core->pools && pool < ns->core->pools + ns->core->n_pools);
+    return &ns->core->room.lines[pool - ns->core->pools].freed;
+}
+
+static uint64_t *freed_below_limit(struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    return &ns->lines[kvq__pool_limit(pool)].freed;
+}
+
+struct kvq__freed kvq__freed_of(struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    return (struct kvq__freed){*freed_in_pool(ns, pool), *freed_below_limit(ns, pool)};
+}
+
+void kvq__freed_set(struct kvq__namespace *ns, const struct kvq__pool *pool,
+                    struct kvq__freed freed)
+{
+    *freed_in_pool(ns, pool) = freed.in_pool;
+    *freed_below_limit(ns, pool) = freed.below_limit;
+}
+
+void kvq__freed_note(struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    ++*freed_in_pool(ns, pool);
+    ++*freed_below_limit(ns, pool);
+}
+
 uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
 {
     assert(s->code < 0 && s->pool);

@@ -37,11 +37,39 @@ struct kvq__demand {
     struct kvq__in_the_way in_the_way;
 };
 
+// Those that wait for room in a pool, or for a namespace's below its limit (admission.c).
+TAILQ_HEAD(kvq__waiters, kvq__queue);
+
+struct kvq__line {
+    struct kvq__waiters waiters; // queues whose requests wait, or have; the oldest first
+    uint64_t freed;              // changes whenever one of them may gain by what became free
+    struct kvq__queue *unseen;   // those before it have seen that; NULL: all have
+    uint64_t shown, extents;     // `freed`, and core->room.extents_made, then
+};
+
+// A namespace's requests among those that wait in a pool, or all that wait below a limit of it.
+struct kvq__waits {
+    uint32_t n;
+    uint64_t evictions; // core->evict.ended when one of them last looked for sessions that may go
+};
+
+void kvq__line_open(struct kvq__line *line);
+// How often blocks of a namespace in a pool have become free, for those who wait there and for
+// those who wait below the namespace's limit.
+struct kvq__freed {
+    uint64_t in_pool, below_limit;
+};
+struct kvq__freed kvq__freed_of(struct kvq__namespace *ns, const struct kvq__pool *pool);
+void kvq__freed_set(struct kvq__namespace *ns, const struct kvq__pool *pool,
+                    struct kvq__freed freed);
+// One more has.
+void kvq__freed_note(struct kvq__namespace *ns, const struct kvq__pool *pool);
+
 enum kvq__help {
     KVQ__HELP_NONE,  // no session that may leave would make enough room
     KVQ__HELP_LATER, // a session that would is not idle for long enough yet
     KVQ__HELP_NOW,   // an eviction is under way, or an ended session's memory is being freed;
-                     // core->room.freed changes then
+                     // `freed` of the caller's line changes then
 };
 
 // A caller that waits looks for sessions that may go no more often than this, unless the last

@@ -14,7 +14,10 @@
 #define APART_NS    1000000ull    // or less often: so far apart are the looks of all together
 #define VISIT_NS    100ull        // and farther, for each layer and block that the last one visited
 #define TRY_NS      500ull        // so far apart are tries from the start, for each layer of them
-enum { ENTRY_WORK = 16 };         // what an entry is beside its layers
+enum {
+    ENTRY_WORK = 16, // what an entry is beside its layers
+    BLOCK_WORK = 16, // and a block that is taken and given back
+};
 
 // ---- What is needed ----
 
@@ -149,29 +152,37 @@ static void drop_claims(struct kvq__queue *q)
 // What changes when a request that waits like this one should look again.
 static uint64_t changes(const struct kvq__queue *q)
 {
-    return q->turn.extents ? q->core->room.extents_made : q->core->room.freed;
+    return q->turn.extents ? q->core->room.extents_made : q->turn.line->freed;
 }
 
-// The looks of all that wait take the same part of the time, however many there are and however
-// many sessions each visits.
-static uint64_t looks_apart(const struct kvq__core *core, uint64_t least)
+// All that wait have a share of the time together: each namespace of which some wait as much as the
+// others, of that each place and limit that these wait for, and of that each request. So whoever
+// has many that wait has them wait for each other. One request's is one in so many.
+static uint64_t sharers(const struct kvq__queue *q)
 {
-    uint64_t apart = kvq__max(APART_NS, core->evict.last_work * VISIT_NS);
-    return kvq__max(least, core->room.n_waiters * apart);
+    const struct kvq__waits *w = q->turn.waits;
+    assert(q->turn.in_line && w->n > 0 && q->turn.ns->n_waits > 0 && q->core->room.n_waiting > 0);
+    return (uint64_t)q->core->room.n_waiting * q->turn.ns->n_waits * w->n;
 }
 
-// So do their tries from the start, which visit all layers of their entries: those that visit fewer
-// have more. The time of the next one, which is no sooner than the work of the last one allows,
-// whosever that was.
-static uint64_t next_try(const struct kvq__queue *q, uint64_t least)
+// How far apart its looks are, by what the last one took.
+static uint64_t looks_apart(const struct kvq__queue *q, uint64_t least)
 {
-    uint64_t apart = (uint64_t)q->core->room.n_waiters * q->turn.work * TRY_NS;
-    return kvq__max(q->core->room.next_try, q->turn.tried + kvq__max(least, apart));
+    uint64_t apart = kvq__max(APART_NS, q->turn.look_work * VISIT_NS);
+    return kvq__max(least, sharers(q) * apart);
 }
 
-static uint32_t work_of_try(const struct kvq__queue *q)
+// When the next try from the start may be, likewise by what the last one took. `not_before`: by the
+// last ones of its namespace.
+static uint64_t next_try(const struct kvq__queue *q, uint64_t least, uint64_t not_before)
 {
-    uint32_t work = 0;
+    uint64_t apart = sharers(q) * q->turn.work * TRY_NS;
+    return kvq__max(not_before, q->turn.tried + kvq__max(least, apart));
+}
+
+static uint64_t work_of_try(const struct kvq__queue *q)
+{
+    uint64_t work = (q->core->room.taken - q->turn.taken) * BLOCK_WORK;
     struct kvq__handle *h;
     for (uint32_t i = 0; i < q->header.count; i++) {
         work += ENTRY_WORK;
@@ -181,74 +192,118 @@ static uint32_t work_of_try(const struct kvq__queue *q)
     return work;
 }
 
-// Its ticket mostly is the newest: not that of a request that was refused before for other entries.
-static void add_waiter(struct kvq__queue *q)
+// A try has ended, and the request waits.
+static void note_try(struct kvq__queue *q)
 {
-    struct kvq__core *core = q->core;
-    struct kvq__queue *before = TAILQ_LAST(&core->room.waiters, kvq__waiters);
-    while (before && before->turn.ticket > q->turn.ticket)
-        before = TAILQ_PREV(before, kvq__waiters, waiter_link);
-    if (before)
-        TAILQ_INSERT_AFTER(&core->room.waiters, before, q, waiter_link);
-    else
-        TAILQ_INSERT_HEAD(&core->room.waiters, q, waiter_link);
-    core->room.n_waiters++;
+    struct kvq__namespace *ns = q->turn.ns;
+    q->turn.tried = q->core->now;
     q->turn.work = work_of_try(q);
-    q->turn.in_line = true;
+    ns->next_try = q->core->now + q->core->room.n_waiting * q->turn.work * TRY_NS;
+    if (q->turn.hoped) // where it seemed to be, there is no room for others either
+        ns->next_hope = ns->next_try;
+}
+
+static struct kvq__line *line_of(const struct kvq__queue *q, const struct kvq__shortage *s)
+{
+    return s->code == KVQ_E_QUOTA ? &s->ns->lines[kvq__pool_limit(s->pool)]
+                                  : &q->core->room.lines[s->pool - q->core->pools];
+}
+
+static struct kvq__waits *waits_of(const struct kvq__queue *q, const struct kvq__shortage *s)
+{
+    return s->code == KVQ_E_QUOTA ? &s->ns->at_limit[kvq__pool_limit(s->pool)]
+                                  : &s->ns->at_pool[s->pool - q->core->pools];
 }
 
 static void drop_waiter(struct kvq__queue *q)
 {
     struct kvq__core *core = q->core;
-    assert(core->room.n_waiters > 0 && q->turn.in_line);
-    if (core->room.shown.next == q)
-        core->room.shown.next = TAILQ_NEXT(q, waiter_link);
+    struct kvq__line *line = q->turn.line;
+    assert(q->turn.in_line && q->turn.waits->n > 0);
+    if (line->unseen == q)
+        line->unseen = TAILQ_NEXT(q, line_link);
+    TAILQ_REMOVE(&line->waiters, q, line_link);
     TAILQ_REMOVE(&core->room.waiters, q, waiter_link);
-    core->room.n_waiters--;
+    if (--q->turn.waits->n == 0 && --q->turn.ns->n_waits == 0)
+        core->room.n_waiting--;
     q->turn.in_line = q->turn.listed = false;
 }
 
-static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, uint64_t look_at)
+// Its ticket mostly is the newest there: not that of a request that has waited elsewhere, or was
+// refused before for other entries.
+static void add_waiter(struct kvq__queue *q, const struct kvq__shortage *refused)
 {
     struct kvq__core *core = q->core;
+    struct kvq__line *line = q->turn.line = line_of(q, refused);
+    struct kvq__queue *before = TAILQ_LAST(&line->waiters, kvq__waiters);
+    while (before && before->turn.ticket > q->turn.ticket)
+        before = TAILQ_PREV(before, kvq__waiters, line_link);
+    if (before)
+        TAILQ_INSERT_AFTER(&line->waiters, before, q, line_link);
+    else
+        TAILQ_INSERT_HEAD(&line->waiters, q, line_link);
+    TAILQ_INSERT_TAIL(&core->room.waiters, q, waiter_link);
+    q->turn.ns = refused->ns;
+    q->turn.waits = waits_of(q, refused);
+    if (q->turn.waits->n++ == 0 && q->turn.ns->n_waits++ == 0)
+        core->room.n_waiting++;
+    q->turn.in_line = true;
+}
+
+static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused)
+{
+    bool was_tried = !q->turn.listed;
     assert(q->turn.ticket > 0);
+    if (q->turn.in_line && q->turn.waits != waits_of(q, refused))
+        drop_waiter(q);
     if (!q->turn.in_line)
-        add_waiter(q);
+        add_waiter(q, refused);
     claim_sessions(q);
-    if (!q->turn.listed)
-        q->turn.tried = core->now;
+    if (was_tried)
+        note_try(q);
     q->turn.listed = true;
     q->turn.place = refused->pool;
-    q->turn.ns = refused->ns;
     q->turn.quota = refused->code == KVQ_E_QUOTA;
     q->turn.extents = refused->code == KVQ_E_BUSY;
     q->turn.seen = changes(q);
-    q->turn.look_at =
-        kvq__max(kvq__min(look_at, core->now + LOOK_NS), core->now + looks_apart(core, 0));
 }
 
-// Of those that wait, the oldest for which something has changed; NULL: none. After a change each
-// is passed once, and not once for each of the others.
-static const struct kvq__queue *first_unseen(struct kvq__core *core)
+// When it looks again even if nothing has changed.
+static void look_again(struct kvq__queue *q, uint64_t look_at)
 {
-    struct kvq__shown *shown = &core->room.shown;
-    if (shown->freed != core->room.freed || shown->extents_made != core->room.extents_made)
-        *shown = (struct kvq__shown){TAILQ_FIRST(&core->room.waiters), core->room.freed,
-                                     core->room.extents_made};
-    assert(!shown->next || shown->next->turn.in_line);
-    while (shown->next &&
-           (!shown->next->turn.listed || shown->next->turn.seen == changes(shown->next)))
-        shown->next = TAILQ_NEXT(shown->next, waiter_link);
-    return shown->next;
+    uint64_t now = q->core->now;
+    q->turn.look_at = kvq__max(kvq__min(look_at, now + LOOK_NS), now + looks_apart(q, 0));
 }
 
-// Whether what got free may be for the older of two that wait. One whose namespace is at its limit
-// waits for the namespace's own memory.
-static bool comes_first(const struct kvq__queue *before, const struct kvq__queue *q)
+// Of those that wait in a line, the oldest for which something has changed; NULL: none. After a
+// change each is passed once, and not once for each of the others.
+static const struct kvq__queue *first_unseen(const struct kvq__core *core, struct kvq__line *line)
 {
-    return before->turn.listed && before->turn.place == q->turn.place &&
-           (!before->turn.quota || before->turn.ns == q->turn.ns) &&
-           before->turn.seen != changes(before);
+    if (line->shown != line->freed || line->extents != core->room.extents_made) {
+        line->unseen = TAILQ_FIRST(&line->waiters);
+        line->shown = line->freed;
+        line->extents = core->room.extents_made;
+    }
+    assert(!line->unseen || line->unseen->turn.line == line);
+    while (line->unseen &&
+           (!line->unseen->turn.listed || line->unseen->turn.seen == changes(line->unseen)))
+        line->unseen = TAILQ_NEXT(line->unseen, line_link);
+    return line->unseen;
+}
+
+// Whether what got free may be for an older one that waits: for the same pool, or the same limit of
+// the namespace.
+static bool others_come_first(const struct kvq__queue *q)
+{
+    struct kvq__core *core = q->core;
+    struct kvq__line *both[] = {&core->room.lines[q->turn.place - core->pools],
+                                &q->turn.ns->lines[kvq__pool_limit(q->turn.place)]};
+    bool any = false;
+    for (uint32_t i = 0; i < 2; i++) {
+        const struct kvq__queue *first = first_unseen(core, both[i]);
+        any |= first && first->turn.ticket < q->turn.ticket;
+    }
+    return any;
 }
 
 void kvq__admission_leave(struct kvq__queue *q)
@@ -307,12 +362,14 @@ static void take_request_ticket(struct kvq__queue *q)
     q->turn.since = q->core->now;
 }
 
-// Whether it was told to wait just now, and the last session that goes has not gone since.
+// Whether it was told to wait just now, and the last session that goes has not gone since, or
+// another one like it has looked since.
 static bool has_just_looked(const struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
-    return q->turn.looked && core->now < q->turn.looked + looks_apart(core, KVQ__LEAST_LOOK_NS) &&
-           (q->turn.evictions == core->evict.ended || core->evict.n > 0);
+    return q->turn.looked && q->turn.in_line &&
+           core->now < q->turn.looked + looks_apart(q, KVQ__LEAST_LOOK_NS) &&
+           (q->turn.waits->evictions == core->evict.ended || core->evict.n > 0);
 }
 
 // Asks whether somebody can make room, unless that is known to be in vain from an entry before.
@@ -324,7 +381,10 @@ static enum kvq__help ask_for_help(struct kvq__queue *q, const struct kvq__evict
         return KVQ__HELP_NONE;
     }
     claim_sessions(q); // its own as well, as of its ticket
+    uint64_t before = q->core->evict.work;
     enum kvq__help help = q->core->up->evict_for(q->core, asked);
+    if (q->core->evict.work != before)
+        q->turn.look_work = q->core->evict.work - before;
     if (help == KVQ__HELP_LATER && kvq__admission_too_late(asked->since, *asked->look_at))
         help = KVQ__HELP_NONE;
     if (d && help == KVQ__HELP_NONE)
@@ -349,7 +409,8 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
     q->turn.need = need;
     if (refused->code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
         kvq__pool_want(refused->ns, refused->pool, need.missing);
-        enlist(q, refused, look_at);
+        enlist(q, refused);
+        look_again(q, look_at);
         return true;
     }
     struct kvq__eviction_request asked = {.shortage = refused,
@@ -360,7 +421,8 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
                                           .in_the_way = &way,
                                           .look_at = &look_at};
     if (fits && !core->draining && has_just_looked(q)) {
-        enlist(q, refused, q->turn.looked + looks_apart(core, KVQ__LEAST_LOOK_NS));
+        enlist(q, refused);
+        look_again(q, q->turn.looked + looks_apart(q, KVQ__LEAST_LOOK_NS));
         return true;
     }
     if (fits && !core->draining)
@@ -372,9 +434,10 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
         return false;
     }
     core->counts.waited_for_room += first;
+    enlist(q, refused);
     q->turn.looked = core->now;
-    q->turn.evictions = core->evict.ended;
-    enlist(q, refused, look_at);
+    q->turn.waits->evictions = core->evict.ended;
+    look_again(q, look_at);
     return true;
 }
 
@@ -405,6 +468,7 @@ static bool ask_for_room(struct kvq__queue *q, uint32_t i, const struct kvq__sho
 void kvq__admission_begin(struct kvq__queue *q)
 {
     q->turn.attempt = ++q->core->room.last_attempt;
+    q->turn.taken = q->core->room.taken;
     q->turn.counted = q->turn.swept = false;
 }
 
@@ -446,7 +510,7 @@ static bool waits_on(struct kvq__queue *q)
     struct kvq__shortage refused = q->turn.refused;
     bool in_vain = q->turn.hoped; // the last one was
     q->turn.hoped = false;
-    if (core->now >= next_try(q, LOOK_NS))
+    if (core->now >= next_try(q, LOOK_NS, q->turn.ns->next_try))
         return false;
     refused.later = false; // that may be over
     if (s && q->turn.need.missing > kvq__shortage_free(&refused) &&
@@ -454,30 +518,25 @@ static bool waits_on(struct kvq__queue *q)
         q->turn.hoped = in_vain;
         return true;
     }
-    q->turn.hoped = true;
-    if (!in_vain || core->now >= next_try(q, 0))
+    uint64_t at = q->turn.ns->next_hope;
+    at = in_vain ? next_try(q, 0, at) : at;
+    q->turn.hoped = in_vain || core->now >= at;
+    if (core->now >= at)
         return false;
     q->turn.seen = changes(q); // others may go first
-    q->turn.look_at = next_try(q, 0);
+    q->turn.look_at = at;
     return true;
 }
 
 bool kvq__admission_turn(struct kvq__queue *q)
 {
-    struct kvq__core *core = q->core;
-    const struct kvq__queue *before;
     if (!q->turn.listed)
         return true;
-    if (q->turn.seen == changes(q) && core->now < q->turn.look_at)
+    if (q->turn.seen == changes(q) && q->core->now < q->turn.look_at)
         return false;
-    assert(q->turn.ticket > 0 && q->turn.since <= core->now);
-    for (before = first_unseen(core); before && before->turn.ticket < q->turn.ticket;
-         before = TAILQ_NEXT(before, waiter_link))
-        if (comes_first(before, q))
-            return false;
-    if (waits_on(q))
+    assert(q->turn.ticket > 0 && q->turn.since <= q->core->now);
+    if (others_come_first(q) || waits_on(q))
         return false;
-    core->room.next_try = core->now + q->turn.work * TRY_NS;
     drop_claims(q);
     q->turn.listed = false;
     return true;

@@ -168,24 +168,27 @@ enum kvq__gpu_wait {
 // A request's turn among those that wait for room (admission.c).
 struct kvq__turn {
     uint64_t ticket;    // smaller ones came earlier; 0: it does not wait
-    bool in_line;       // among core->room.waiters, until its request ends
+    bool in_line;       // among core->room.waiters and in its line, until its request ends
     bool listed;        // it waits
     uint64_t since;     // when it began to wait
     bool extents;       // it waits for extents that are being made, not for memory of others
-    uint64_t seen;      // core->room.freed (or extents_made) when it was tried last
+    uint64_t seen;      // its line's `freed` (or core->room.extents_made) when it was tried last
     uint64_t look_at;   // when it is tried again even if nothing was freed
     uint64_t looked;    // when it last looked for sessions that may go; 0 = never
-    uint64_t evictions; // core->evict.ended then
+    uint64_t look_work; // layers and blocks that this visited
     const struct kvq__pool *place; // where it found no room,
-    const struct kvq__namespace *ns;
+    struct kvq__namespace *ns;
     bool quota;                   // for it is at its limit there
+    struct kvq__line *line;       // so it stands here,
+    struct kvq__waits *waits;     // and is one of these
     uint32_t entry;               // the one that was refused, unless refused.code is 0
     struct kvq__shortage refused; // what it was refused
     struct kvq__need need;        // without which it is not tried again before its time
     uint64_t tried;               // when it was tried last, from the start
     bool hoped;                   // that was since there seemed to be room
     bool claims;                  // its entries claim their sessions: while it waits
-    uint32_t work;                // layers that a try visits
+    uint64_t work;                // what the last try took: layers visited, and more for blocks
+    uint64_t taken;               // core->room.taken before it
     uint64_t attempt;             // to take pages (struct kvq__demand)
     bool counted, swept;          // in it: the entries' needs are counted, deferred frees ended
 };
@@ -218,7 +221,7 @@ struct kvq__queue {
     size_t own_arena_bytes;
     bool holding; // its request holds sessions
     struct kvq__turn turn;
-    TAILQ_ENTRY(kvq__queue) waiter_link;
+    TAILQ_ENTRY(kvq__queue) waiter_link, line_link;
     uint64_t work_of_all; // attend: of the entries that were checked
     uint32_t n_written;
     uint16_t written[KVQ_MAX_BATCH]; // entries whose outputs were checked, by their rows

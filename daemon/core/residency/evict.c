@@ -568,7 +568,7 @@ static enum kvq__help evict(struct kvq__core *core, struct choice *c, struct und
     u->coming += given_up(core, asked);
     while (c->n > 0) {
         enum start start = start_some(core, c, u);
-        if (start == STARTED || start == FULL) // core->room.freed changes when one has ended
+        if (start == STARTED || start == FULL) // all are woken when one has ended
             return KVQ__HELP_NOW;
         if (start == NO_TICKET) {
             look_soon(core, asked);
@@ -607,13 +607,22 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
     struct under_way u = look_under_way(core, asked);
     if (u.n > 0 && (!u.takes || is_on_its_way(asked, &u)))
         return KVQ__HELP_NOW;
-    uint64_t before = core->evict.work;
     enum kvq__help help = make_room_for(core, asked, &u);
-    core->evict.last_work = core->evict.work - before;
     return u.n > 0 ? KVQ__HELP_NOW : help; // it may do, whoever it was begun for
 }
 
 // ---- What has become of it ----
+
+// Those who wait look again: there is room in one place, and one more may go anywhere.
+static void wake_all(struct kvq__core *core)
+{
+    struct kvq__namespace *ns;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        core->room.lines[i].freed++;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        for (uint32_t i = 0; i < KVQ__LIMITS; i++)
+            ns->lines[i].freed++;
+}
 
 static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, uint64_t bytes)
 {
@@ -630,7 +639,7 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
     e->ticket = 0;
     core->evict.n--;
     core->evict.ended++;
-    core->room.freed++; // those who wait look again, whatever came of it
+    wake_all(core); // whatever came of it
 }
 
 // Whether it has ended: its memory is free, or it stays.

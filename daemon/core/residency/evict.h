@@ -35,12 +35,14 @@
 // which are given back (for two seconds at most; the last of these, for 200 ms, and only if they
 // are enough). What a client holds, by a step or in its own context, is not waited for. With
 // KVQ_REQ_WAIT_ROOM it also waits if nothing can be evicted, until its deadline. It is looked at
-// again when a block has become free or an eviction has ended (core->room.freed), and every 50 ms
-// (every n ms, if n requests wait and n is over 50); but it is tried from the start only if what
-// it needs seems to be there, or it would be refused, or once in a while (admission.c). Who may go
-// is looked for every 5 ms at most (KVQ__LEAST_LOOK_NS) unless the last eviction under way has
-// ended, and not at all while those that it has asked for are enough, or no more may be under way
-// there. What could never fit is refused at once, and nobody has to go for it.
+// again when a block has become free where it waits or an eviction has ended (`freed` of its line),
+// and every 50 ms (every n ms, if n requests wait there and n is over 50); but it is tried from the
+// start only if what it needs seems to be there, or it would be refused, or once in a while
+// (admission.c). Namespaces share the time for that, so that nobody waits longer for the many that
+// wait in another one (`sharers`). Who may go is looked for every 5 ms at most
+// (KVQ__LEAST_LOOK_NS) unless the last eviction under way has ended and nobody who waits like it
+// has looked since, and not at all while those that it has asked for are enough, or no more may be
+// under way there. What could never fit is refused at once, and nobody has to go for it.
 //
 // Why nobody waits for ever:
 //

@@ -276,7 +276,7 @@ static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t to
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__grant *grant)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
-    uint64_t freed = s->core->room.freed;
+    struct kvq__freed freed = kvq__freed_of(s->ns, s->pool);
     assert(!kvq__is_offloaded(s));
     if (want < had) // another entry of the request has taken more
         return 0;
@@ -298,7 +298,8 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__gran
     }
     if (rc < 0) {
         kvq__pages_unreserve(s, had);
-        s->core->room.freed = freed; // shorter blocks were replaced: nobody who waits gains by it
+        // Shorter blocks were replaced: nobody who waits gains by it.
+        kvq__freed_set(s->ns, s->pool, freed);
     }
     return rc;
 }
