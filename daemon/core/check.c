@@ -12,10 +12,8 @@
 #include "daemon/core/session/table.h"
 #include "daemon/core/state.h"
 
-enum {
-    KVQ__CHECK_SHEETS = 1 << 14, // sheets that several sessions have, at most half as many
-    KVQ__CHECK_NAMESPACES = 64,
-};
+// Sheets that several sessions have are at most half as many.
+enum { KVQ__CHECK_SHEETS = 1 << 14, KVQ__CHECK_NAMESPACES = 64 };
 
 // References to a block, as they were counted.
 struct tally {
@@ -544,10 +542,9 @@ static void audit_session(struct kvq__check *c, const struct kvq__session *s)
     HOLDS(c, owned == s->n_owned);
 }
 
-// Adds what the node's blocks have, of which *alone are those with no other reference.
-static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node, uint64_t *alone)
+static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node)
 {
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, alone = 0;
     HOLDS(c, node->page == (node->parent ? node->parent->page + 1 : 0));
     HOLDS(c, !node->parent || (node->parent->children > 0 && node->parent->pool == node->pool &&
                                memcmp(node->parent->layers, node->layers, KVQ__HASH_BYTES) == 0));
@@ -558,9 +555,9 @@ static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node, u
         HOLDS(c, !b || b->extent->owner->pool == node->pool);
         HOLDS(c, !b || b->indexes > 0);
         bytes += b ? b->bytes : 0;
-        *alone += b && b->refs == 1 ? b->bytes : 0;
+        alone += b && b->refs == 1 ? b->bytes : 0;
     }
-    HOLDS(c, bytes == node->bytes);
+    HOLDS(c, bytes == node->bytes && alone == node->alone.bytes);
     return bytes;
 }
 
@@ -568,11 +565,12 @@ static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node, u
 static void audit_prefixes(struct kvq__check *c, const struct kvq__prefixes *p)
 {
     const struct kvq__node *node;
+    const struct kvq__alone *a;
     uint64_t bytes = 0, alone = 0, last = 0;
     uint32_t n = 0, children = 0, with_parent = 0, leaves = 0, childless = 0;
     for (uint32_t b = 0; b < p->n_buckets; b++)
         LIST_FOREACH (node, &p->buckets[b], link) {
-            bytes += audit_node(c, node, &alone);
+            bytes += audit_node(c, node);
             children += node->children;
             with_parent += node->parent != NULL;
             childless += node->children == 0;
@@ -583,7 +581,10 @@ static void audit_prefixes(struct kvq__check *c, const struct kvq__prefixes *p)
         last = node->used_at;
         leaves++;
     }
-    HOLDS(c, n == p->n_nodes && bytes == p->bytes && alone == p->alone_bytes);
+    for (uint32_t i = 0; i < 2; i++)
+        TAILQ_FOREACH (a, &p->alone.lists[i], link)
+            alone += a->leaf == i ? a->bytes : 0;
+    HOLDS(c, n == p->n_nodes && bytes == p->bytes && alone == p->alone.bytes);
     HOLDS(c, children == with_parent && leaves == childless);
 }
 
@@ -659,8 +660,7 @@ static void audit_clients(struct kvq__check *c, const struct kvq__core *core)
             LIST_FOREACH (s, &step->sessions, in_step.link)
                 HOLDS(c, s->step == step && s->writer && s->writer->client == client);
         }
-        HOLDS(c, named <= client->n_steps &&
-                     client->n_steps <= named + client->n_queues); // STEPs of queues
+        HOLDS(c, client->n_steps - named <= client->n_queues); // STEPs of queues
         steps += client->n_steps;
     }
     HOLDS(c, clients == core->n_clients && steps == core->n_steps);

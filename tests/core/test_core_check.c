@@ -100,7 +100,7 @@ TEST(namespaces)
     ASSERT_FINDS(ns->arenas[0].n_ended, 1, "n == noted");
     ASSERT_FINDS(ns->prefixes.n_nodes, ns->prefixes.n_nodes + 1, "p->n_nodes");
     ASSERT_FINDS(ns->prefixes.bytes, ns->prefixes.bytes + 64, "p->bytes");
-    ASSERT_FINDS(ns->prefixes.alone_bytes, 64, "p->alone_bytes");
+    ASSERT_FINDS(ns->prefixes.alone.bytes, 64, "p->alone.bytes");
     ASSERT_FINDS(ns->arenas[0].index_bytes, 64, "arena->index_bytes");
 }
 

@@ -88,6 +88,52 @@ TEST(all_in_use)
     assert_int_equal(team->prefixes.n_nodes, 2 * SESSIONS - 2);
 }
 
+// Leaves whose blocks sessions have are passed by, however many stand before one that may go.
+TEST(held_leaves_cost_nothing)
+{
+    struct kvq__namespace *team = namespace_of("team");
+    struct kvq__pool *pool = &kit.core->pools[0];
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        feed_own("team", i, 1);
+    for (uint32_t i = 0; i < 5; i++) {
+        end(feed_own("team", SESSIONS + i, 2));
+        uint64_t before = looks();
+        for (uint32_t page = 0; page < 2; page++)
+            assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY, NULL));
+        assert_in_range(looks() - before, 2, 4);
+        core_check(kit.core);
+    }
+    assert_int_equal(idle_of("team"), 0);
+    assert_int_equal(team->prefixes.n_nodes, SESSIONS);
+}
+
+// So are pages whose blocks all have sessions, where what may go are blocks of pages that stay.
+TEST(held_pages_cost_nothing)
+{
+    static const struct kvq__layer_row sliding[] = {
+        {4, HEADS, DIM, DIM, .kv_from = -1},
+        {4, HEADS, DIM, DIM, .window = 200, .kv_from = -1},
+    };
+    struct kvq__namespace *team = namespace_of("team");
+    struct kvq__pool *pool = &kit.core->pools[0];
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        feed_own("team", i, 1);
+    spec.ns = "team";
+    spec.salt = "sliding";
+    spec.layers = sliding;
+    spec.n_layers = 2;
+    feed(&one, &spec, 8 * PAGE);
+    while (kvq__core_poll(kit.core))
+        ;
+    uint64_t idle = idle_of("team"), before = looks(), n = 0;
+    assert_true(idle > 0);
+    for (; kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY, NULL); n++)
+        core_check(kit.core);
+    assert_true(n >= 3 && idle_of("team") == 0);
+    assert_in_range(looks() - before, n, 2 * n);
+}
+
 // At a namespace's limit the blocks of others do not help, and nobody looks for them.
 TEST(of_others)
 {
@@ -120,6 +166,28 @@ TEST(old_pages_go_first)
     }
     assert_in_range(looks() - before, PAGES, 3 * PAGES);
     assert_int_equal(team->prefixes.n_nodes, SESSIONS - 1);
+}
+
+// But not if it was used since: then it goes after others.
+TEST(used_pages_go_last)
+{
+    struct kvq__session_spec spec = spec_of(&one, PAGE);
+    struct kvq__session_info info;
+    end(feed_own("team", 0, 3));
+    end(feed_own("team", 1, 1));
+    spec.ns = "team";
+    spec.salt = "0";
+    uint64_t handle = open_as(&one, &spec, &info);
+    assert_int_equal(info.tokens, PAGE);
+    kvq__core_clock(kit.core, ++kit.now);
+    end(handle);
+    for (uint32_t i = 0; i < 3; i++)
+        assert_true(
+            kvq__prefix_reclaim(kit.core, NULL, &kit.core->pools[0], KVQ_E_NO_MEMORY, NULL));
+    core_check(kit.core);
+    assert_int_equal(lookup(&one, &spec), PAGE);
+    spec.salt = "1";
+    assert_int_equal(lookup(&one, &spec), 0);
 }
 
 // A block that two indexes have is idle in neither, until one of them gives it up.

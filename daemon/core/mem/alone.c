@@ -7,18 +7,42 @@
 
 #include "daemon/core/state.h"
 
+static void page_count(struct kvq__alone *a, uint64_t bytes, bool is)
+{
+    bool had = a->bytes > 0;
+    assert(is || (a->bytes >= bytes && a->of->bytes >= bytes));
+    a->bytes += is ? bytes : -bytes;
+    a->of->bytes += is ? bytes : -bytes;
+    if (!had)
+        TAILQ_INSERT_TAIL(&a->of->lists[a->leaf], a, link);
+    else if (a->bytes == 0)
+        TAILQ_REMOVE(&a->of->lists[a->leaf], a, link);
+}
+
 void kvq__alone_count(const struct kvq__block *b, bool is)
 {
     struct kvq__arena *arena = b->extent->owner;
-    uint64_t *counts[] = {(uint64_t *)b->index, &arena->index_bytes, &arena->pool->index_bytes};
-    assert(kvq__block_is_alone(b) && b->index);
+    uint64_t *counts[] = {&arena->index_bytes, &arena->pool->index_bytes};
+    assert(kvq__block_is_alone(b) && b->index && b->bytes > 0);
+    page_count((struct kvq__alone *)b->index, b->bytes, is);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         assert(is || *counts[i] >= b->bytes);
         *counts[i] += is ? b->bytes : -b->bytes;
     }
 }
 
-struct kvq__ref kvq__block_index(struct kvq__ref ref, uint64_t *alone)
+void kvq__alone_place(struct kvq__alone *a, bool leaf, bool first)
+{
+    if (a->bytes > 0)
+        TAILQ_REMOVE(&a->of->lists[a->leaf], a, link);
+    a->leaf = leaf;
+    if (a->bytes > 0 && first)
+        TAILQ_INSERT_HEAD(&a->of->lists[leaf], a, link);
+    else if (a->bytes > 0)
+        TAILQ_INSERT_TAIL(&a->of->lists[leaf], a, link);
+}
+
+struct kvq__ref kvq__block_index(struct kvq__ref ref, const struct kvq__alone *alone)
 {
     struct kvq__ref shared = kvq__block_share(ref);
     assert(ref.block->refs > 1 && ref.block->indexes < UINT16_MAX);
@@ -27,7 +51,7 @@ struct kvq__ref kvq__block_index(struct kvq__ref ref, uint64_t *alone)
     return shared;
 }
 
-void kvq__block_unindex(struct kvq__block *b, uint64_t *alone)
+void kvq__block_unindex(struct kvq__block *b, const struct kvq__alone *alone)
 {
     assert(b->refs > 0 && b->indexes > 0 && (b->indexes > 1 || b->index == (uintptr_t)alone));
     if (kvq__block_is_alone(b))

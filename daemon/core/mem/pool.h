@@ -47,11 +47,11 @@ struct kvq__drop {
 struct kvq__block {
     uint32_t refs;
     bool free;
-    bool exempt;      // the namespace's limit does not count it, since a move counts its copy
-    uint16_t indexes; // how many of its references are pages' of indexes of prefixes
-    uintptr_t index;  // of one: the address of its index's count (kvq__block_index); of several:
-                      // these addresses combined by XOR, so that what stays is that of the last
-    uint64_t saved;   // the store's id of its bytes, which are final; 0: not saved
+    bool exempt;          // the namespace's limit does not count it, since a move counts its copy
+    uint16_t indexes;     // how many of its references are pages' of indexes of prefixes
+    uintptr_t index;      // of one: the address of its page's struct kvq__alone; of several: these
+                          // addresses combined by XOR, so that what stays is that of the last
+    uint64_t saved;       // the store's id of its bytes, which are final; 0: not saved
     uint64_t saved_sinks; // likewise of the sinks behind its codes
     uint64_t at, bytes;   // in its extent, multiples of 64
     struct kvq__extent *extent;
@@ -70,6 +70,21 @@ STAILQ_HEAD(kvq__block_list, kvq__block);
 LIST_HEAD(kvq__given_list, kvq__block);
 TAILQ_HEAD(kvq__block_row, kvq__block);
 RB_HEAD(kvq__block_tree, kvq__block);
+
+// What a page of an index of prefixes has alone (alone.c).
+struct kvq__alone {
+    struct kvq__alones *of; // of the index
+    uint64_t bytes;         // of the page's blocks to which nothing else has a reference
+    bool leaf;              // no page of the index comes behind it
+    TAILQ_ENTRY(kvq__alone) link;
+};
+TAILQ_HEAD(kvq__alone_list, kvq__alone);
+
+struct kvq__alones {
+    uint64_t bytes;                  // sum over the pages
+    struct kvq__alone_list lists[2]; // [leaf]; of pages that have bytes: those that have had some
+                                     // for the longest time first
+};
 
 // A counted reference to a block; data NULL = none.
 struct kvq__ref {
@@ -233,10 +248,12 @@ static inline bool kvq__block_is_alone(const struct kvq__block *block)
 }
 // Counts a block that has become so, or (is false) is about to be so no longer (alone.c).
 void kvq__alone_count(const struct kvq__block *block, bool is);
-// A reference of an index of prefixes, which ends with kvq__block_unindex just before it is given
-// up. *alone counts the bytes of blocks to which there is no reference but one of that index.
-struct kvq__ref kvq__block_index(struct kvq__ref ref, uint64_t *alone);
-void kvq__block_unindex(struct kvq__block *block, uint64_t *alone);
+// A reference of a page of an index of prefixes, which ends with kvq__block_unindex just before it
+// is given up.
+struct kvq__ref kvq__block_index(struct kvq__ref ref, const struct kvq__alone *alone);
+void kvq__block_unindex(struct kvq__block *block, const struct kvq__alone *alone);
+// The page is a leaf or none from now on, and stands before all others of these, or behind.
+void kvq__alone_place(struct kvq__alone *alone, bool leaf, bool first);
 // With `exempt` the limit of the block's namespace does not count it, until it is freed.
 void kvq__block_exempt(struct kvq__block *block, bool exempt);
 struct kvq__drop kvq__drop_by(struct kvq__session *giver, uint64_t last);

@@ -73,7 +73,7 @@ static int table_grow(struct kvq__prefixes *p)
 
 static void node_free(struct kvq__prefixes *p, struct kvq__node *node)
 {
-    assert(node->children == 0);
+    assert(node->children == 0 && node->alone.bytes == 0);
     if (node->from)
         LIST_REMOVE(node, from_link);
     kvq__ns_deallocate(p->ns, node->pages, node->n_layers * sizeof *node->pages);
@@ -86,6 +86,7 @@ static struct kvq__node *node_new(struct kvq__prefixes *p, uint32_t n_layers)
     if (!node)
         return NULL;
     node->n_layers = n_layers;
+    node->alone = (struct kvq__alone){.of = &p->alone, .leaf = true};
     node->pages = kvq__ns_try(p->ns, n_layers * sizeof *node->pages);
     if (!node->pages) {
         node_free(p, node);
@@ -94,19 +95,20 @@ static struct kvq__node *node_new(struct kvq__prefixes *p, uint32_t n_layers)
     return node;
 }
 
-static uint64_t share(struct kvq__prefixes *p, struct kvq__ref *to, const struct kvq__ref *from)
+static uint64_t share(const struct kvq__node *node, struct kvq__ref *to,
+                      const struct kvq__ref *from)
 {
     if (to->block || !from->block)
         return 0;
-    *to = kvq__block_index(*from, &p->alone_bytes);
+    *to = kvq__block_index(*from, &node->alone);
     return from->block->bytes;
 }
 
 // The block is free at once if no request reads it.
-static void unshare(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__ref *ref)
+static void unshare(struct kvq__core *core, const struct kvq__node *node, struct kvq__ref *ref)
 {
     if (ref->block)
-        kvq__block_unindex(ref->block, &p->alone_bytes);
+        kvq__block_unindex(ref->block, &node->alone);
     kvq__block_drop_idle(core, ref, true);
 }
 
@@ -121,9 +123,9 @@ static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const str
         if (!kvq__layer_owns(s, i))
             continue;
         if (node->page >= l->first_page && l->packed_bytes)
-            bytes = share(p, &to->packed, &kvq__page(l, node->page)->packed);
+            bytes = share(node, &to->packed, &kvq__page(l, node->page)->packed);
         else if (node->page >= l->first_page)
-            bytes = share(p, &to->raw, &kvq__page(l, node->page)->raw);
+            bytes = share(node, &to->raw, &kvq__page(l, node->page)->raw);
         node->bytes += bytes;
         p->bytes += bytes;
         to++;
@@ -155,8 +157,10 @@ static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
     assert(!node->parent || node->parent->page + 1 == node->page);
     LIST_INSERT_HEAD(node_bucket(p, node->chain), node, link);
     p->n_nodes++;
-    if (node->parent && node->parent->children++ == 0)
+    if (node->parent && node->parent->children++ == 0) {
         TAILQ_REMOVE(&p->leaves, node->parent, leaf);
+        kvq__alone_place(&node->parent->alone, false, false);
+    }
     leaf_insert(p, node);
 }
 
@@ -168,8 +172,8 @@ static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct k
     assert(!node->parent || node->parent->children > 0);
     assert(node->children == 0);
     for (uint32_t i = 0; i < node->n_layers; i++) {
-        unshare(core, p, &node->pages[i].raw);
-        unshare(core, p, &node->pages[i].packed);
+        unshare(core, node, &node->pages[i].raw);
+        unshare(core, node, &node->pages[i].packed);
     }
     LIST_REMOVE(node, link);
     TAILQ_REMOVE(&p->leaves, node, leaf);
@@ -178,8 +182,10 @@ static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct k
     p->evicted++;
     p->unreported.pages[why]++;
     p->unreported.bytes += node->bytes;
-    if (node->parent && --node->parent->children == 0)
+    if (node->parent && --node->parent->children == 0) {
         leaf_insert(p, node->parent);
+        kvq__alone_place(&node->parent->alone, true, node->parent->used_at <= node->used_at);
+    }
     node_free(p, node);
 }
 
@@ -427,14 +433,20 @@ static bool is_empty_node(const struct kvq__node *node)
     return node->bytes == 0;
 }
 
+static struct kvq__node *node_of(struct kvq__alone *alone)
+{
+    return (struct kvq__node *)((uint8_t *)alone - offsetof(struct kvq__node, alone));
+}
+
+// Of the leaves that have blocks alone: those that sessions hold are passed by, however many.
 static struct kvq__node *oldest(struct kvq__core *core, const struct kvq__prefixes *p,
                                 struct sought *sought)
 {
-    struct kvq__node *node;
-    TAILQ_FOREACH (node, &p->leaves, leaf) {
+    struct kvq__alone *a;
+    TAILQ_FOREACH (a, &p->alone.lists[true], link) {
         core->lookup.looks++;
-        if (is_empty_node(node) || frees(core, node, sought))
-            return node;
+        if (frees(core, node_of(a), sought))
+            return node_of(a);
     }
     return NULL;
 }
@@ -446,7 +458,7 @@ static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq
     assert(node->bytes >= bytes && p->bytes >= bytes);
     node->bytes -= bytes;
     p->bytes -= bytes;
-    unshare(core, p, ref);
+    unshare(core, node, ref);
 }
 
 static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
@@ -467,11 +479,11 @@ static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kv
 // Drops blocks that only the index has, of nodes that stay: those behind a sliding window.
 static bool shed(struct kvq__core *core, struct kvq__prefixes *p, struct sought *sought)
 {
-    struct kvq__node *node;
-    for (uint32_t b = 0; b < p->n_buckets; b++)
-        LIST_FOREACH (node, &p->buckets[b], link) {
+    struct kvq__alone *a;
+    for (uint32_t i = 0; i < 2; i++)
+        TAILQ_FOREACH (a, &p->alone.lists[i], link) {
             core->lookup.looks++;
-            if (shed_node(core, p, node, sought))
+            if (shed_node(core, p, node_of(a), sought))
                 return true;
         }
     return false;
@@ -490,6 +502,17 @@ static bool has_alone(const struct kvq__core *core, const struct kvq__namespace 
     return false;
 }
 
+// The node, and those before it of which nothing is left.
+static void evict_empty(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
+                        enum kvq__eviction why)
+{
+    do {
+        struct kvq__node *parent = node->parent;
+        node_evict(core, p, node, why);
+        node = parent;
+    } while (node && node->children == 0 && is_empty_node(node));
+}
+
 // Gives up one node, or a block of one that stays; false if there is none.
 static bool reclaim(struct kvq__core *core, struct sought *sought)
 {
@@ -499,7 +522,7 @@ static bool reclaim(struct kvq__core *core, struct sought *sought)
     if (!has_alone(core, sought->ns, sought->pool))
         return false;
     TAILQ_FOREACH (at, &core->namespaces, link) {
-        if (at->prefixes.alone_bytes == 0)
+        if (at->prefixes.alone.bytes == 0)
             continue;
         struct kvq__node *node = oldest(core, &at->prefixes, sought);
         if (node && (!first || node->used_at < first->used_at)) {
@@ -508,11 +531,11 @@ static bool reclaim(struct kvq__core *core, struct sought *sought)
         }
     }
     if (first) {
-        node_evict(core, of, first, KVQ__EVICT_ROOM);
+        evict_empty(core, of, first, KVQ__EVICT_ROOM);
         return true;
     }
     TAILQ_FOREACH (at, &core->namespaces, link)
-        if (at->prefixes.alone_bytes > 0 && shed(core, &at->prefixes, sought))
+        if (at->prefixes.alone.bytes > 0 && shed(core, &at->prefixes, sought))
             return true;
     return false;
 }
@@ -589,11 +612,8 @@ void kvq__prefix_withdraw(struct kvq__core *core, struct kvq__prefixes *p, struc
         if (page->raw.block)
             shed_ref(core, p, node, &page->raw);
     }
-    while (node && node->children == 0 && is_empty_node(node)) {
-        struct kvq__node *parent = node->parent;
-        node_evict(core, p, node, KVQ__EVICT_DROP);
-        node = parent;
-    }
+    if (node->children == 0 && is_empty_node(node))
+        evict_empty(core, p, node, KVQ__EVICT_DROP);
 }
 
 // ---- Dropping ----
@@ -634,10 +654,10 @@ int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         struct kvq__prefixes *p = &ns->prefixes;
         uint32_t had = p->n_nodes;
-        if (p->alone_bytes == 0 || (only ? ns != only : !kvq__namespace_allows(ns, peer)))
+        if (p->alone.bytes == 0 || (only ? ns != only : !kvq__namespace_allows(ns, peer)))
             continue;
         drop_leaves(core, p);
-        for (uint32_t b = 0; b < p->n_buckets && p->alone_bytes > 0; b++)
+        for (uint32_t b = 0; b < p->n_buckets && p->alone.bytes > 0; b++)
             LIST_FOREACH (node, &p->buckets[b], link) {
                 core->lookup.looks++;
                 shed_node(core, p, node, &(struct sought){0});

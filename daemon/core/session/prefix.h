@@ -15,22 +15,20 @@
 // nodes then lack these blocks, and a prefix can end there only if none of them is needed.
 //
 // Nodes are evicted before anything fails for want of memory, and when nobody has used them for a
-// while: leaves first, the least recently used one before others.
+// while: leaves first, the one that sessions have let go of for the longest time before others.
 #ifndef KVQ_DAEMON_CORE_SESSION_PREFIX_H
 #define KVQ_DAEMON_CORE_SESSION_PREFIX_H
 
 #include <sys/queue.h>
 
 #include "daemon/core/core.h"
+#include "daemon/core/mem/pool.h"
 
-struct kvq__block;
 struct kvq__layer;
 struct kvq__namespace;
 struct kvq__pageref;
 struct kvq__part;
-struct kvq__pool;
 struct kvq__prefix_ask;
-struct kvq__ref;
 struct kvq__session;
 
 enum { KVQ__HASH_BYTES = 32 };
@@ -125,6 +123,7 @@ struct kvq__node {
     uint32_t children, page, shard; // page: its number, from 0
     uint32_t n_layers;              // with blocks
     uint64_t used_at, bytes;        // bytes: of the blocks it names
+    struct kvq__alone alone;        // what of these nothing else has
     uint8_t chain[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
     int32_t ids[KVQ_BLOCK_TOKENS];
     struct kvq__pageref *pages; // of each layer that has its own
@@ -144,7 +143,7 @@ struct kvq__prefixes {
     uint32_t n_buckets, n_nodes;
     struct kvq__leaf_list leaves; // the one used longest ago first
     uint64_t bytes, lookups, hits, asked_tokens, hit_tokens, evicted;
-    uint64_t alone_bytes; // of `bytes`, of blocks to which nothing else has a reference
+    struct kvq__alones alone; // of `bytes`, what nothing else has a reference to
     struct {
         uint64_t pages[KVQ__EVICTIONS], bytes;
     } unreported;              // evicted since the last event
@@ -155,6 +154,8 @@ static inline void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq
 {
     *prefixes = (struct kvq__prefixes){.ns = ns};
     TAILQ_INIT(&prefixes->leaves);
+    TAILQ_INIT(&prefixes->alone.lists[false]);
+    TAILQ_INIT(&prefixes->alone.lists[true]);
 }
 struct kvq__node *kvq__prefix_find(const struct kvq__prefixes *prefixes, const uint8_t *chain,
                                    const uint8_t *layers, uint32_t shard,

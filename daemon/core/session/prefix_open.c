@@ -149,7 +149,7 @@ uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer
         out[n] = (struct kvq__prefix_info){.ns_number = ns->number,
                                            .pages = p->n_nodes,
                                            .bytes = p->bytes,
-                                           .idle_bytes = p->alone_bytes,
+                                           .idle_bytes = p->alone.bytes,
                                            .lookups = p->lookups,
                                            .hits = p->hits,
                                            .asked_tokens = p->asked_tokens,
