@@ -190,14 +190,10 @@ static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struc
 // Whether a client that is still attached was told of the extent, and so may have mapped it.
 static bool may_be_mapped(const struct kvq__extent *e, const struct kvq__pool *pool)
 {
-    const struct kvq__export_record *t;
     if (!e->exported)
         return false;
     assert(e->last && e->serial > 0);
-    LIST_FOREACH (t, &e->last->exports, link)
-        if (t->pool == pool && t->mapped >= e->serial)
-            return true;
-    return false;
+    return e->last->arenas[pool - e->last->core->pools].mapped >= e->serial;
 }
 
 static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns, uint64_t *left)

@@ -141,6 +141,7 @@ struct kvq__arena {
     uint64_t extents_taken[2];         // [extent.passing]; bytes of these
     struct kvq__block_tree free[2];    // [extent.passing]; the shortest first, then by address
     uint32_t last_serial;              // the last that an extent got
+    uint32_t mapped;                   // some client that is there was told of extents up to this
     struct kvq__session_list sessions; // of the namespace, with blocks there: kvq__recent_put
     uint32_t n_sessions;               // in this list
     uint32_t n_ended;                  // ended sessions that still have pages there

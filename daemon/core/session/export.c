@@ -10,6 +10,17 @@
 
 #include "daemon/core/state.h"
 
+// Kept for those who look at extents, since there may be many of these and of clients.
+static void note_mapped(struct kvq__namespace *ns, const struct kvq__pool *pool)
+{
+    const struct kvq__export_record *t;
+    uint32_t mapped = 0;
+    LIST_FOREACH (t, &ns->exports, link)
+        if (t->pool == pool && t->mapped > mapped)
+            mapped = t->mapped;
+    ns->arenas[pool - ns->core->pools].mapped = mapped;
+}
+
 void kvq__exports_drop(struct kvq__client *client)
 {
     struct kvq__namespace *ns;
@@ -20,6 +31,7 @@ void kvq__exports_drop(struct kvq__client *client)
             if (t->client != client)
                 continue;
             LIST_REMOVE(t, link);
+            note_mapped(ns, t->pool);
             kvq__deallocate(client->core, t, sizeof *t);
         }
     }
@@ -120,6 +132,8 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
     assert(t->serial <= *known);
     t->serial = (uint32_t)*known;
     t->mapped = t->serial > t->mapped ? t->serial : t->mapped;
+    struct kvq__arena *arena = &ns->arenas[pool - client->core->pools];
+    arena->mapped = arena->mapped > t->mapped ? arena->mapped : t->mapped;
     client->told = t;
     return (int)n;
 }
