@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A control group may let the daemon map huge pages and give it none. An extent that is reserved for
-// a session which is read from disk takes one page at once, so that it is known before the session
-// is seen. Runs on any machine: here huge pages are small ones, and the system says what it gives.
+// A control group may let the daemon map huge pages and give it none. An extent that is reserved
+// for a session that is read from disk takes one page at once, so that this is known before anybody
+// sees the session. Runs on any machine: here huge pages are small ones, and the test says what the
+// system gives.
 #include <errno.h>
 #include <fcntl.h>
 

@@ -7,7 +7,7 @@
 
 #include "daemon/core/state.h"
 
-static void page_count(struct kvq__alone *a, uint64_t bytes, bool is)
+static void count_of_page(struct kvq__alone *a, uint64_t bytes, bool is)
 {
     bool had = a->bytes > 0;
     assert(is || (a->bytes >= bytes && a->of->bytes >= bytes));
@@ -24,7 +24,7 @@ void kvq__alone_count(const struct kvq__block *b, bool is)
     struct kvq__arena *arena = b->extent->owner;
     uint64_t *counts[] = {&arena->index_bytes, &arena->pool->index_bytes};
     assert(kvq__block_is_alone(b) && b->index && b->bytes > 0);
-    page_count((struct kvq__alone *)b->index, b->bytes, is);
+    count_of_page((struct kvq__alone *)b->index, b->bytes, is);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         assert(is || *counts[i] >= b->bytes);
         *counts[i] += is ? b->bytes : -b->bytes;

@@ -203,13 +203,13 @@ static void note_try(struct kvq__queue *q)
         ns->next_hope = ns->next_try;
 }
 
-static struct kvq__line *line_of(const struct kvq__queue *q, const struct kvq__shortage *s)
+static struct kvq__line *its_line(const struct kvq__queue *q, const struct kvq__shortage *s)
 {
     return s->code == KVQ_E_QUOTA ? &s->ns->lines[kvq__pool_limit(s->pool)]
                                   : &q->core->room.lines[s->pool - q->core->pools];
 }
 
-static struct kvq__waits *waits_of(const struct kvq__queue *q, const struct kvq__shortage *s)
+static struct kvq__waits *its_waits(const struct kvq__queue *q, const struct kvq__shortage *s)
 {
     return s->code == KVQ_E_QUOTA ? &s->ns->at_limit[kvq__pool_limit(s->pool)]
                                   : &s->ns->at_pool[s->pool - q->core->pools];
@@ -234,7 +234,7 @@ static void drop_waiter(struct kvq__queue *q)
 static void add_waiter(struct kvq__queue *q, const struct kvq__shortage *refused)
 {
     struct kvq__core *core = q->core;
-    struct kvq__line *line = q->turn.line = line_of(q, refused);
+    struct kvq__line *line = q->turn.line = its_line(q, refused);
     struct kvq__queue *before = TAILQ_LAST(&line->waiters, kvq__waiters);
     while (before && before->turn.ticket > q->turn.ticket)
         before = TAILQ_PREV(before, kvq__waiters, line_link);
@@ -244,7 +244,7 @@ static void add_waiter(struct kvq__queue *q, const struct kvq__shortage *refused
         TAILQ_INSERT_HEAD(&line->waiters, q, line_link);
     TAILQ_INSERT_TAIL(&core->room.waiters, q, waiter_link);
     q->turn.ns = refused->ns;
-    q->turn.waits = waits_of(q, refused);
+    q->turn.waits = its_waits(q, refused);
     if (q->turn.waits->n++ == 0 && q->turn.ns->n_waits++ == 0)
         core->room.n_waiting++;
     q->turn.in_line = true;
@@ -254,7 +254,7 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused)
 {
     bool was_tried = !q->turn.listed;
     assert(q->turn.ticket > 0);
-    if (q->turn.in_line && q->turn.waits != waits_of(q, refused))
+    if (q->turn.in_line && q->turn.waits != its_waits(q, refused))
         drop_waiter(q);
     if (!q->turn.in_line)
         add_waiter(q, refused);

@@ -433,7 +433,7 @@ static bool is_empty_node(const struct kvq__node *node)
     return node->bytes == 0;
 }
 
-static struct kvq__node *node_of(struct kvq__alone *alone)
+static struct kvq__node *node_alone(struct kvq__alone *alone)
 {
     return (struct kvq__node *)((uint8_t *)alone - offsetof(struct kvq__node, alone));
 }
@@ -445,8 +445,8 @@ static struct kvq__node *oldest(struct kvq__core *core, const struct kvq__prefix
     struct kvq__alone *a;
     TAILQ_FOREACH (a, &p->alone.lists[true], link) {
         core->lookup.looks++;
-        if (frees(core, node_of(a), sought))
-            return node_of(a);
+        if (frees(core, node_alone(a), sought))
+            return node_alone(a);
     }
     return NULL;
 }
@@ -483,7 +483,7 @@ static bool shed(struct kvq__core *core, struct kvq__prefixes *p, struct sought 
     for (uint32_t i = 0; i < 2; i++)
         TAILQ_FOREACH (a, &p->alone.lists[i], link) {
             core->lookup.looks++;
-            if (shed_node(core, p, node_of(a), sought))
+            if (shed_node(core, p, node_alone(a), sought))
                 return true;
         }
     return false;
