@@ -78,14 +78,17 @@ static void add_layer(const struct kvq_format *f, const struct kvq_shape *s, uin
 }
 
 struct kvq_session_bytes kvq_session_bytes_of(const struct kvq_format *f, const struct kvq_shape *s,
-                                              uint32_t layers, uint64_t tokens,
-                                              uint32_t max_rollback)
+                                              const uint32_t *windows, uint32_t layers,
+                                              uint64_t tokens, uint32_t max_rollback)
 {
     struct kvq_session_bytes all = {0};
     struct kvq_format plain = *f;
+    struct kvq_shape layer = *s;
     plain.outliers = 0;
-    for (uint32_t i = 0; i < layers; i++)
-        add_layer(i < f->plain_layers ? &plain : f, s, tokens, max_rollback, &all);
+    for (uint32_t i = 0; i < layers; i++) {
+        layer.window = windows ? windows[i] : s->window;
+        add_layer(i < f->plain_layers ? &plain : f, &layer, tokens, max_rollback, &all);
+    }
     all.books = books_of(f, layers, (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS));
     return all;
 }

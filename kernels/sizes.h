@@ -59,9 +59,10 @@ static inline uint32_t kvq_sheets_of(uint32_t pages)
 // How long the list of sheets becomes that has `room` and needs `sheets`.
 uint32_t kvq_sheet_room(uint32_t room, uint32_t sheets);
 
-// A session of so many tokens in layers that are all alike, on the host: on a GPU its newest raw
-// block has room for 128 tokens from the first on. Nobody shares its blocks, the daemon knows no
-// token ids of it, and it has packed what is due.
+// A session of so many tokens in layers of one shape, on the host: on a GPU its newest raw block
+// has room for 128 tokens from the first on. Nobody shares its blocks, the daemon knows no token
+// ids of it, and it has packed what is due. `windows` has the sliding window of each layer, 0 for
+// none, in place of the shape's; NULL: all layers have the shape's.
 struct kvq_session_bytes {
     uint64_t packed; // packed blocks with their sinks; raw blocks of a raw format
     uint64_t window; // raw blocks and extras of other formats
@@ -69,7 +70,7 @@ struct kvq_session_bytes {
     uint64_t plain;  // 16 bits for each value that layers still see, and nothing else
 };
 struct kvq_session_bytes kvq_session_bytes_of(const struct kvq_format *f, const struct kvq_shape *s,
-                                              uint32_t layers, uint64_t tokens,
-                                              uint32_t max_rollback);
+                                              const uint32_t *windows, uint32_t layers,
+                                              uint64_t tokens, uint32_t max_rollback);
 
 #endif

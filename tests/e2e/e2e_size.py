@@ -23,6 +23,13 @@ def size(*arguments, name="oscar2", layers=4, heads=2, dim=128, tokens=SHORT):
     return done.returncode, done.stdout, done.stderr
 
 
+def model_size(folder, *arguments):
+    """The same for the model of a folder."""
+    done = subprocess.run([os.path.join(BIN, "kvqctl"), "size", "--model", folder, *arguments],
+                          capture_output=True, text=True, timeout=BOUND)
+    return done.returncode, done.stdout, done.stderr
+
+
 @unittest.skipIf(BACKEND != "cpu", "a GPU's newest raw blocks are whole ones")
 class Size(Test):
     """kvqctl size."""
@@ -78,6 +85,45 @@ class Size(Test):
             self.holds(name, SHORT, window=1000)
             self.holds(name, LONG, window=200)
             self.holds(name, LONG, window=1024, rollback=100)
+
+    def test_model(self):
+        """Layers with and without a window, of a model's config.json."""
+        with tempfile.TemporaryDirectory() as folder:
+            with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+                json.dump({"model_type": "gemma2", "num_hidden_layers": 4, "head_dim": 128,
+                           "num_attention_heads": 4, "num_key_value_heads": 2,
+                           "sliding_window": 200}, file)
+            told = model_size(folder, "--format", "kvq2,f16", "--json", "--tokens", str(LONG))
+            said = model_size(folder, "--format", "kvq2,f16", "--tokens", str(LONG))[1]
+            missing = model_size(folder, "--format", "kvq2")
+        self.assertIn("4 layers (2 with a window of 200 tokens), 2 KV heads of 128\n", said)
+        self.assertEqual([line.split()[0] for line in said.split("\n")[3:6]],
+                         ["FORMAT", "kvq2", "f16"])
+        self.assertEqual(missing[0], 2)
+        self.assertIn("size needs --tokens N\nAs in kvqctl size --model DIR --format kvq2",
+                      missing[2])
+        for answer in json.loads(told[1]):
+            tokens = Tokens(3, LONG, layers=4)
+            rows = [dataclasses.replace(tokens.rows[0], window=0 if i % 2 else 200, repeat=1)
+                    for i in range(4)]
+            with self.client.session(rows, answer["format"]) as session:
+                tokens.feed(self.queue, session, LONG, attend=False)
+                shown = self.settled(session, answer["window_bytes"])
+            self.assertEqual((answer["sliding_layers"], answer["sliding_window"]), (2, 200))
+            for field in ("packed_bytes", "window_bytes"):
+                self.assertEqual(answer[field], shown[field], (answer["format"], field))
+            self.assertLessEqual(shown["table_bytes"], answer["table_bytes"])
+
+    def test_several_formats(self):
+        """A row, or an element, for each; commas of the paper's spelling are none between them."""
+        names = ["oscar2", "vecinfer-k<4,10>v<8,12>", "f16"]
+        several = json.loads(size("--json", name=",".join(names))[1])
+        self.assertEqual(several, [json.loads(size("--json", name=name)[1]) for name in names])
+        status, out, complaint = size(name="oscar2,oscar9")
+        self.assertEqual((status, out), (2, ""))
+        self.assertIn("oscar9 is unknown", complaint)
+        self.assertIn("more than 32 formats", size(name=",".join(["f16"] * 33))[2])
+        self.assertEqual(size(name=",".join(["f16"] * 32))[0], 0)
 
     def test_next_page(self):
         """The most that a session takes while its next 128 tokens come."""
@@ -147,7 +193,9 @@ class Size(Test):
         done = subprocess.run([os.path.join(BIN, "kvqctl"), "size", "--format", "oscar2"],
                               capture_output=True, text=True, timeout=BOUND)
         self.assertEqual(done.returncode, 2)
-        self.assertIn("size needs --layers N --kv-heads N --head-dim N --tokens N\n", done.stderr)
+        self.assertIn("size needs --layers N --kv-heads N --head-dim N --tokens N. --model DIR",
+                      done.stderr)
+        self.assertIn("\nkvqctl size --help says more.\n", done.stderr)
         said = size(heads=1, layers=1, tokens=1)[1]
         self.assertIn("1 token, 1 layer, 1 KV head of 128\n", said)
         self.assertIn("1 session: ", said)

@@ -502,7 +502,7 @@ static void test_refused_rows(void **state)
 static uint64_t session_bytes(const char *format, uint64_t tokens, uint64_t *plain)
 {
     struct kvq_shape s = kvt_shape(4, 8, 128, KVQ_F16);
-    struct kvq_session_bytes b = kvq_session_bytes_of(kvt_format(format), &s, 32, tokens, 0);
+    struct kvq_session_bytes b = kvq_session_bytes_of(kvt_format(format), &s, NULL, 32, tokens, 0);
     *plain = b.plain;
     return b.packed + b.window + b.books;
 }

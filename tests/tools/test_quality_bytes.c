@@ -45,7 +45,7 @@ static double session_bytes(const struct kvq_format *f, uint64_t tokens)
 {
     struct kvq_format every = *f;
     every.plain_layers = 0;
-    struct kvq_session_bytes all = kvq_session_bytes_of(&every, &shape, 1, tokens, 0);
+    struct kvq_session_bytes all = kvq_session_bytes_of(&every, &shape, NULL, 1, tokens, 0);
     return (double)(all.packed + all.window) / shape.kv_heads;
 }
 

@@ -327,9 +327,10 @@ static void print_bash(void)
         "    case $last in\n"
         "    --runtime-dir | --offline) compopt -o filenames; IFS=$'\\n'\n"
         "        COMPREPLY=($(compgen -d -- \"$cur\")); return ;;\n"
+        "    --model | --key) compopt -o filenames; IFS=$'\\n'\n"
+        "        COMPREPLY=($(compgen -f -- \"$cur\")); return ;;\n"
         "    --namespace | --from) line='quota get' names=1 files='' ;;\n"
-        "    --format) COMPREPLY=($(compgen -W \"$columns\" -- \"$cur\")); return ;;\n"
-        "    --columns | --kind) compopt -o nospace; name=${cur%%\"${cur##*,}\"}\n"
+        "    --columns | --kind | --format) compopt -o nospace; name=${cur%%\"${cur##*,}\"}\n"
         "        COMPREPLY=($(compgen -P \"$name\" -W \"$columns\" -- \"${cur##*,}\")); return ;;\n"
         "    --sort | --filter)\n"
         "        COMPREPLY=($(compgen -W \"$columns ${columns:+-${columns// / -}}\" -- \"$cur\"))\n"
@@ -373,8 +374,9 @@ static void print_zsh(void)
     printf("    case $last in\n"
            "    --runtime-dir | --offline) _files -/; return ;;\n"
            "    --namespace | --from) line='quota get' names=1 files='' ;;\n"
-           "    --format) compadd -- ${=columns}; return ;;\n"
-           "    --columns | --kind) compset -P '*,'; compadd -S '' -- ${=columns}; return ;;\n"
+           "    --model | --key) _files; return ;;\n"
+           "    --columns | --kind | --format) compset -P '*,'; compadd -S '' -- ${=columns}; "
+           "return ;;\n"
            "    --sort | --filter) compadd -- ${=columns} -${^${=columns}}; return ;;\n"
            "    ");
     print_options(true, " | ");
@@ -410,7 +412,8 @@ static void print_fish_text(const char *text)
 
 static void print_fish_option(const struct kvq__ctl_option *o)
 {
-    printf("complete -c kvqctl -l %s%s", o->name, o->value ? " -x" : "");
+    bool path = o->value && (strcmp(o->value, "DIR") == 0 || strcmp(o->value, "FILE") == 0);
+    printf("complete -c kvqctl -l %s%s", o->name, path ? " -r -F" : o->value ? " -x" : "");
     if (has_owner(o)) {
         printf(" -n '__kvqctl_takes");
         for (size_t i = 0; i < kvq__ctl_n_commands; i++)
@@ -421,9 +424,9 @@ static void print_fish_option(const struct kvq__ctl_option *o)
     if (strcmp(o->name, "namespace") == 0 || strcmp(o->name, "from") == 0) {
         printf(" -a '(__kvqctl_names quota get)'");
     } else if (strcmp(o->name, "format") == 0) {
-        printf(" -a '");
+        printf(" -a '(__kvqctl_listed ");
         print_formats();
-        printf("'");
+        printf(")'");
     } else if (strcmp(o->name, "kind") == 0) {
         printf(" -a '(__kvqctl_listed ");
         print_kinds(" ");

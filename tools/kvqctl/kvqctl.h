@@ -32,6 +32,7 @@ struct kvq__ctl_quota {
 
 // What size is asked about; 0 or NULL: not given.
 struct kvq__ctl_shape {
+    const char *model; // a config.json or its folder, for what is not given
     const char *format;
     unsigned layers, kv_heads, head_dim, rollback, window;
     unsigned long tokens;

@@ -89,8 +89,14 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
      "quota set, size"},
     {"table-bytes", "SIZE", KVQ__CTL_LIMIT, 4, 0, 0, "a size, as 10gb, or none",
      "quota set: page tables and token ids on the host", "quota set"},
-    {"format", "NAME", KVQ__CTL_TEXT, AT(shape.format), 0, 0, NULL,
-     "size: format of the sessions (kvqctl format list; formats.md in\nshare/doc/kvqd)", "size"},
+    {"model", "DIR", KVQ__CTL_TEXT, AT(shape.model), 0, 0, NULL,
+     "size: folder with the model's config.json, or that file; other\n"
+     "options stand in for its numbers",
+     "size"},
+    {"format", "F[,F]", KVQ__CTL_TEXT, AT(shape.format), 0, 0, NULL,
+     "size: format of the sessions, or several (kvqctl format list;\n"
+     "formats.md in share/doc/kvqd)",
+     "size"},
     {"layers", "N", KVQ__CTL_UNSIGNED, AT(shape.layers), 1, KVQ_MAX_LAYERS, "1 to 256",
      "size: layers of the model", "size"},
     {"kv-heads", "N", KVQ__CTL_UNSIGNED, AT(shape.kv_heads), 1, KVQ_MAX_HEADS, "1 to 256",
@@ -102,7 +108,9 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"rollback", "N", KVQ__CTL_UNSIGNED, AT(shape.rollback), 0, KVQ_MAX_ROLLBACK, "0 to 1024",
      "size: max_rollback of the sessions (default 0)", "size"},
     {"window", "N", KVQ__CTL_UNSIGNED, AT(shape.window), 1, KVQ_MAX_SESSION_TOKENS, "1 to 16777216",
-     "size: tokens that the layers see (default: all)", "size"},
+     "size: tokens that the layers see (default: all); with --model those\n"
+     "with a sliding window",
+     "size"},
     {"columns", "C[,C]", KVQ__CTL_TEXT, AT(columns), 0, 0, NULL,
      "lists: these columns (session list --help names a list's)", NULL},
     {"sort", "[-]C", KVQ__CTL_TEXT, AT(sort), 0, 0, NULL,
