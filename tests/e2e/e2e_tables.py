@@ -81,6 +81,17 @@ class Tables(Stored):
             self.assertEqual(values, sorted(values, reverse=True), words)
             self.assertEqual(self.ask(*words, "--sort", column)[0], 0)
 
+    def test_columns_stay(self):
+        """Answers to other filters have the same columns, also where all that is left says no."""
+        heading = self.ask("format", "list")[1].splitlines()[0]
+        for words in ("FAST", "GPU", "PREFIX"):
+            self.assertIn(f" {words} ", heading)
+        for column in ("fast", "gpu", "prefix"):
+            for value in ("yes", "no"):
+                lines = self.ask("format", "list", "--filter", f"{column}={value}")[1].splitlines()
+                self.assertEqual(lines[0].split(), heading.split())
+                self.assertGreater(len(lines), 1)
+
     def test_times(self):
         """A time as it is shown finds what was then."""
         self.make()

@@ -131,6 +131,8 @@ int kvq__ctl_show_list(struct kvq__ctl *ctl, struct kvq__ctl_list *list,
     struct kvq__ctl_view view;
     size_t all = list->n;
     int result = kvq__ctl_take_view(ctl, table, &view);
+    if (result == KVQ_EXIT_OK && !ctl->csv && !ctl->columns)
+        kvq__ctl_fade_columns(&view, list->elements, all);
     size_t n = result ? 0 : kvq__ctl_apply_view(&view, list->elements, all);
     if (result) // cannot be: it was checked before the daemon was asked
         fprintf(stderr, "kvqctl: the list was not printed\n");
@@ -140,11 +142,8 @@ int kvq__ctl_show_list(struct kvq__ctl *ctl, struct kvq__ctl_list *list,
         kvq__ctl_print_csv(&view, list->elements, n);
     else if (n == 0 && table->none)
         say_none(ctl, table, all);
-    else {
-        if (!ctl->columns)
-            kvq__ctl_fade_columns(&view, list->elements, n);
+    else
         kvq__ctl_print_table(&view, list->elements, n);
-    }
     int end = kvq__ctl_list_end(list, kind);
     return result ? result : end;
 }

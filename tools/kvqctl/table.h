@@ -27,7 +27,10 @@ struct kvq__ctl_column {
     int width;  // at least so many characters; negative: the text stands on the left
     bool apart; // two blanks stand before it, not one
     bool extra; // shown only where --columns names it
-    bool fades; // left out where all its cells are empty, 0 or no, unless --columns names it
+    // Left out, unless --columns names it, where the daemon tells nothing but empty cells, 0 or no
+    // in it: of all elements, also those that no filter lets through, so that two answers have the
+    // same columns. For what daemons of earlier releases do not tell, and for texts.
+    bool fades;
     // In place of the field, if it takes more than one; in one of the buffers of kvq__ctl_text.
     uint64_t (*whole)(const ProtobufCMessage *message);
     const char *(*text)(const ProtobufCMessage *message);
@@ -85,7 +88,7 @@ int kvq__ctl_take_view(const struct kvq__ctl *ctl, const struct kvq__ctl_table *
 // Takes out what the filters do not let through, and sorts. Returns how many are left.
 size_t kvq__ctl_apply_view(const struct kvq__ctl_view *view, ProtobufCMessage **elements, size_t n);
 
-// Takes out the columns that fade and have nothing in any of these.
+// Takes out the columns that fade and have nothing in any of these, which are the whole list.
 void kvq__ctl_fade_columns(struct kvq__ctl_view *view, ProtobufCMessage *const *elements, size_t n);
 
 // Columns, headings first. Each cell is at least as wide as its column says and as the widest one
