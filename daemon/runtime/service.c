@@ -101,8 +101,9 @@ static bool tell(struct kvq__service *s, const char *message)
 void kvq__service_line(const struct kvq__service_figures *f, char *line)
 {
     snprintf(line, KVQ__SERVICE_LINE,
-             "%s%u sessions, %u clients, %.1f of %.1f GiB of memory in use",
-             f->ends ? "ends; " : "", f->sessions, f->clients, (double)f->used_bytes / (1 << 30),
+             "%s%u session%s, %u client%s, %.1f of %.1f GiB of memory in use",
+             f->ends ? "ends; " : "", f->sessions, f->sessions == 1 ? "" : "s", f->clients,
+             f->clients == 1 ? "" : "s", (double)f->used_bytes / (1 << 30),
              (double)f->pool_bytes / (1 << 30));
 }
 

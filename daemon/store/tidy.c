@@ -223,6 +223,6 @@ void kvq__jobs_working(const struct kvq__jobs *jobs, bool names, char *out, size
     else if (first)
         used = (size_t)snprintf(out, n, "%s", kvq__jobs_doing(first));
     if (jobs->reads.under_way > 0 && used < n)
-        snprintf(out + used, n - used, "%srestoring %u sessions", used ? ", " : "",
-                 jobs->reads.under_way);
+        snprintf(out + used, n - used, "%srestoring %u session%s", used ? ", " : "",
+                 jobs->reads.under_way, jobs->reads.under_way == 1 ? "" : "s");
 }

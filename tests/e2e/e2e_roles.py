@@ -392,7 +392,7 @@ class Keys(Configured):
         daemon = self.begin(boss="admin")
         status, told = self.ask("boss", "drain")
         self.assertEqual(status, 0, told)
-        self.assertIn("1 sessions were saved", told)
+        self.assertIn("1 session saved", told)
         self.assertEqual(daemon.process.wait(BOUND), 0)
 
     def test_wrong_keys(self):

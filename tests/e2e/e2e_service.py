@@ -86,7 +86,7 @@ class Ends(Configured):
         step.end()
         status, out, complaint = self.ended(ctl)
         self.assertEqual(status, 0, complaint)
-        self.assertIn("all steps have ended; 1 sessions were saved", out)
+        self.assertIn("all steps have ended; 1 session saved", out)
         self.assertEqual(daemon.process.wait(0), 0)  # it has waited for that
         daemon.wait_log("event=end")
 
@@ -320,7 +320,7 @@ class Told(Configured):
         self.hear(f"STATUS=0 sessions, 0 clients, {memory}")
         with daemon.client() as client:
             session = client.session(Tokens(1, 1).rows, "f16")
-            self.hear(f"STATUS=1 sessions, 1 clients, {memory}")
+            self.hear(f"STATUS=1 session, 1 client, {memory}")
             session.close()
         self.hear(f"STATUS=0 sessions, 0 clients, {memory}")
 

@@ -86,8 +86,9 @@ PLAIN_TEST(test_line)
     kvq__service_line(&f, line);
     assert_string_equal(line, "3 sessions, 2 clients, 1.5 of 30.0 GiB of memory in use");
     f.ends = true;
+    f.clients = 1;
     kvq__service_line(&f, line);
-    assert_string_equal(line, "ends; 3 sessions, 2 clients, 1.5 of 30.0 GiB of memory in use");
+    assert_string_equal(line, "ends; 3 sessions, 1 client, 1.5 of 30.0 GiB of memory in use");
 }
 
 int main(void)

@@ -140,12 +140,36 @@ static void answer_page(const struct daemon *daemon, const Kvq__Cursor *cursor,
     list->next = list->truncated ? next : NULL;
 }
 
+static uint64_t each; // of the counters below
+
+// A status whose numbers are all the same.
+static void fill_status(Kvq__StatusReply *status)
+{
+    static char *const names[] = {"parked_room",    "offloaded_now",   "demoted",
+                                  "demoted_now",    "prompts_packed",  "waited_for_room",
+                                  "kicked_clients", "evictions_failed"};
+    enum { N_COUNTERS = sizeof names / sizeof *names };
+    static Kvq__Counter counters[N_COUNTERS];
+    static Kvq__Counter *all[N_COUNTERS];
+    kvq__status_reply__init(status);
+    status->version = "9.9.9";
+    for (size_t i = 0; i < N_COUNTERS; i++) {
+        kvq__counter__init(&counters[i]);
+        counters[i].name = names[i];
+        counters[i].value = each;
+        all[i] = &counters[i];
+    }
+    status->counters = all;
+    status->n_counters = N_COUNTERS;
+    status->workers = status->sessions = status->clients = (uint32_t)each;
+}
+
 static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
                    const Kvq__Request *request)
 {
     Kvq__Reply reply = KVQ__REPLY__INIT;
     Kvq__Pong pong = KVQ__PONG__INIT;
-    Kvq__StatusReply status = KVQ__STATUS_REPLY__INIT;
+    Kvq__StatusReply status;
     Kvq__SessionList list = KVQ__SESSION_LIST__INIT;
     Kvq__Session pair[2], *sessions[] = {&pair[0], &pair[1]};
     Kvq__Cursor next;
@@ -166,7 +190,7 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     if (daemon->manner == ESCAPES)
         pair[0].name = "chat\033[31m";
     pong.version = "9.9.9";
-    status.version = "9.9.9";
+    fill_status(&status);
     list.sessions = sessions;
     list.n_sessions = 1;
     reply.id = request->id;
@@ -597,6 +621,31 @@ static void test_formats(void **state)
     assert_non_null(strstr(out, "state       on disk, pinned, 2 readers\n"));
 }
 
+// One is one session, and two are two sessions.
+static void test_numbers(void **state)
+{
+    struct fixture *f = *state;
+    static const char *const wanted[2][8] = {
+        {", 1 worker\n", "1 session with 0 tokens, for 1 client\n", "1 client kicked\n",
+         "failed to; 1 session there now\n", "came back; 1 session there now\n",
+         "1 packed before its end, for room", "for room   1 request waited, ",
+         " refused; 1 session could not go\n"},
+        {", 2 workers\n", "2 sessions with 0 tokens, for 2 clients\n", "2 clients kicked\n",
+         "failed to; 2 sessions there now\n", "came back; 2 sessions there now\n",
+         "2 packed before their ends, for room", "for room   2 requests waited, ",
+         " refused; 2 sessions could not go\n"}};
+    char out[8192];
+    for (each = 1; each <= 2; each++) {
+        assert_int_equal(run_with(f, ANSWER, 0, "", "status", out, sizeof out), 0);
+        for (size_t i = 0; i < 8; i++)
+            if (!strstr(out, wanted[each - 1][i]))
+                fail_msg("no \"%s\" in: %s", wanted[each - 1][i], out);
+    }
+    each = 0;
+    assert_int_equal(run_with(f, ANSWER, 0, "", "status", out, sizeof out), 0);
+    assert_null(strstr(out, "for room"));
+}
+
 // Nobody takes a part for the whole, neither people nor scripts.
 static void test_cut_lists(void **state)
 {
@@ -690,6 +739,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_end_of_the_daemon, setup, teardown),
         cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),
         cmocka_unit_test_setup_teardown(test_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_numbers, setup, teardown),
         cmocka_unit_test_setup_teardown(test_cut_lists, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pages, setup, teardown),
         cmocka_unit_test_setup_teardown(test_escapes_are_tamed, setup, teardown),

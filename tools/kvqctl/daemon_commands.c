@@ -26,10 +26,10 @@ static void print_namespaces(const Kvq__StatusReply *s)
 
 static void print_gpu(const Kvq__PlaceStatus *g)
 {
-    printf("gpu        %s, %s: %s of %s in use, %s taken as extents, %" PRIu32 " session%s\n",
+    printf("gpu        %s, %s: %s of %s in use, %s taken as extents, %s\n",
            kvq__ctl_clean(g->place), kvq__ctl_clean(g->name), kvq__ctl_bytes(g->used_bytes),
-           kvq__ctl_bytes(g->pool_bytes), kvq__ctl_bytes(g->extent_bytes), g->sessions,
-           g->sessions == 1 ? "" : "s");
+           kvq__ctl_bytes(g->pool_bytes), kvq__ctl_bytes(g->extent_bytes),
+           kvq__ctl_count(g->sessions, "session"));
 }
 
 // Only what there was of it.
@@ -43,12 +43,12 @@ static void print_parked(const Kvq__StatusReply *s)
         return;
     printf("to disk    %" PRIu64 " for room (%s), %" PRIu64 " at limits (%s), %" PRIu64
            " idle (%s), %" PRIu64 " as asked; %" PRIu64 " came back, in %.1f ms on average and "
-           "%" PRIu64 " at most, %" PRIu64 " failed to; %" PRIu64 " are there now\n",
+           "%" PRIu64 " at most, %" PRIu64 " failed to; %s there now\n",
            room, kvq__ctl_bytes(kvq__ctl_counter(s, "parked_room_bytes")), quota,
            kvq__ctl_bytes(kvq__ctl_counter(s, "parked_quota_bytes")), idle,
            kvq__ctl_bytes(kvq__ctl_counter(s, "parked_idle_bytes")), asked, fetched,
            fetched ? ms / (double)fetched : 0.0, kvq__ctl_counter(s, "fetch_longest_ms"), failed,
-           kvq__ctl_counter(s, "offloaded_now"));
+           kvq__ctl_count(kvq__ctl_counter(s, "offloaded_now"), "session"));
 }
 
 static void print_evictions(const Kvq__StatusReply *s)
@@ -59,17 +59,20 @@ static void print_evictions(const Kvq__StatusReply *s)
     uint64_t refused = kvq__ctl_counter(s, "refused_for_room");
     uint64_t failed = kvq__ctl_counter(s, "evictions_failed");
     if (demoted)
-        printf("from GPUs  %" PRIu64 " to the host's memory (%s), %" PRIu64 " came back; %" PRIu64
-               " are there now\n",
+        printf("from GPUs  %" PRIu64 " to the host's memory (%s), %" PRIu64 " came back; %s there "
+               "now\n",
                demoted, kvq__ctl_bytes(kvq__ctl_counter(s, "demoted_bytes")),
-               kvq__ctl_counter(s, "promoted"), kvq__ctl_counter(s, "demoted_now"));
+               kvq__ctl_counter(s, "promoted"),
+               kvq__ctl_count(kvq__ctl_counter(s, "demoted_now"), "session"));
     if (prompts)
-        printf("prompts    %" PRIu64 " were packed before their end, for room (%s)\n", prompts,
+        printf("prompts    %" PRIu64 " packed before %s, for room (%s)\n", prompts,
+               prompts == 1 ? "its end" : "their ends",
                kvq__ctl_bytes(kvq__ctl_counter(s, "prompts_packed_bytes")));
     if (waited + refused + failed)
-        printf("for room   %" PRIu64 " requests waited, %" PRIu64 " wait now, %" PRIu64
-               " were refused; %" PRIu64 " sessions could not go\n",
-               waited, kvq__ctl_counter(s, "waiting_for_room_now"), refused, failed);
+        printf("for room   %s waited, %" PRIu64 " waiting now, %" PRIu64
+               " refused; %s could not go\n",
+               kvq__ctl_count(waited, "request"), kvq__ctl_counter(s, "waiting_for_room_now"),
+               refused, kvq__ctl_count(failed, "session"));
 }
 
 static void print_status(const Kvq__StatusReply *s)

@@ -65,7 +65,8 @@ static void check_cpu(struct report *report)
         add(report, "machine", LEVEL_NOTE, "use a machine with AVX2 or AVX-512 for speed",
             "no AVX2: the portable kernels run, many times slower");
     else
-        add(report, "machine", LEVEL_FINE, "", "%s kernels, %d usable CPUs", isa, cpus);
+        add(report, "machine", LEVEL_FINE, "", "%s kernels, %s", isa,
+            kvq__ctl_count((uint64_t)cpus, "usable CPU"));
     if (cpus < 2)
         add(report, "cpus", LEVEL_NOTE, "give daemon and engine two CPUs",
             "one usable CPU: nobody spins, so each request pays for a wake-up");
@@ -138,9 +139,9 @@ static void add_spinning(struct report *report, uint64_t pid, const char *runtim
         "set OMP_WAIT_POLICY=passive before the engine starts; or let it attend in its own context "
         "on its own threads (threads=\"torch\"); or lower the daemon's workers",
         "process %llu has OpenMP (%s), up to %u threads of which may spin while they wait, beside "
-        "%u workers of the daemon on %d usable CPUs: they may take the CPUs that attention in the "
-        "daemon needs",
-        (unsigned long long)pid, runtime, team, workers, cpus);
+        "%s of the daemon on %s: they may take the CPUs that attention in the daemon needs",
+        (unsigned long long)pid, runtime, team, kvq__ctl_count(workers, "worker"),
+        kvq__ctl_count((uint64_t)cpus, "usable CPU"));
 }
 
 // Engines that attend in their own context are passed over: the workers do little for them.
@@ -202,7 +203,7 @@ static void check_openmp(struct report *report, struct kvq__ctl *ctl)
     }
     ctl->quiet = false;
     if (look.spinning > NAMED)
-        add(report, "openmp", LEVEL_NOTE, "as for those before", "%u more processes like these",
+        add(report, "openmp", LEVEL_NOTE, "as for those before", "%u more like these",
             look.spinning - NAMED);
     if (look.unread)
         add(report, "openmp", LEVEL_FINE, "",

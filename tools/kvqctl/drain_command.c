@@ -84,8 +84,8 @@ static int still_ends(const Kvq__DrainReply *drain)
     if (drain->phase == 0)
         fprintf(stderr, "kvqctl: steps have not ended yet;");
     else
-        fprintf(stderr, "kvqctl: %" PRIu32 " sessions are saved, and %" PRIu32 " are not yet;",
-                drain->saved, drain->unsaved);
+        fprintf(stderr, "kvqctl: %s saved, and %" PRIu32 " not yet;",
+                kvq__ctl_count(drain->saved, "session"), drain->unsaved);
     fprintf(stderr, " the daemon goes on ending, and kvqctl drain waits for it again\n");
     return KVQ_EXIT_TIMEOUT;
 }
@@ -122,9 +122,9 @@ static int say_end(const struct kvq__ctl *ctl, const Kvq__DrainReply *drain)
     if (ctl->json) {
         kvq__ctl_print_json(&drain->base);
     } else {
-        printf("kvqd has ended; %s; %" PRIu32 " sessions were saved",
+        printf("kvqd has ended; %s; %s saved",
                drain->complete ? "all steps have ended" : "steps that took too long were cut off",
-               drain->saved);
+               kvq__ctl_count(drain->saved, "session"));
         if (drain->not_saved)
             printf(", and %" PRIu32 " COULD NOT BE: its log says why", drain->not_saved);
         printf("\n");

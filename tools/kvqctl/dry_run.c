@@ -108,7 +108,7 @@ static void tell_session(struct plan *plan, const char *action, const Kvq__Sessi
                    .ns = s->namespace_,
                    .name = kvq__ctl_session_label(s),
                    .bytes = session_bytes(s),
-                   .note = kvq__ctl_text("%" PRIu64 " tokens%s%s", s->tokens, user, more),
+                   .note = kvq__ctl_text("%s%s%s", kvq__ctl_count(s->tokens, "token"), user, more),
                });
 }
 
@@ -122,7 +122,7 @@ static void tell_saved(struct plan *plan, const char *action, const Kvq__SavedEn
                    .ns = e->namespace_,
                    .name = e->name,
                    .bytes = e->bytes,
-                   .note = kvq__ctl_text("%" PRIu64 " tokens%s", e->tokens, shard),
+                   .note = kvq__ctl_text("%s%s", kvq__ctl_count(e->tokens, "token"), shard),
                });
 }
 
@@ -467,7 +467,7 @@ static void tell_look(struct plan *plan, const Kvq__ImportLook *look, struct imp
         tell_import(plan, i, "not open", kvq__ctl_text("were it imported: %s", opening));
     else if (!i->status)
         tell_import(plan, i, "import",
-                    kvq__ctl_text("%" PRIu64 " tokens%s%s", i->tokens,
+                    kvq__ctl_text("%s%s%s", kvq__ctl_count(i->tokens, "token"),
                                   opening ? "; it could not be opened: " : "",
                                   opening ? opening : ""));
 }

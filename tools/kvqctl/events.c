@@ -150,9 +150,9 @@ static int take_events(const struct kvq__ctl *ctl, const struct wanted *wanted, 
     uint64_t first = list->n_events ? list->events[0]->number : 0;
     if (first > f->after + 1 && f->whole)
         fprintf(stderr,
-                "kvqctl: %" PRIu64 " events before the next one are missing: more happened since "
-                "the last look than the daemon keeps, or faster than it could note\n",
-                first - f->after - 1);
+                "kvqctl: %s missed before the next one: more happened since the last look than the "
+                "daemon keeps, or faster than it could note\n",
+                kvq__ctl_count(first - f->after - 1, "event"));
     f->whole = true;
     for (size_t i = 0; i < list->n_events && result == KVQ_EXIT_OK && !is_enough(ctl, f); i++) {
         f->after = list->events[i]->number;

@@ -96,7 +96,7 @@ int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)
     if (ctl->json)
         kvq__ctl_print_json(&r->base);
     else
-        printf("gave up prefixes of %" PRIu64 " tokens; %s are free now\n", r->pages * PAGE_TOKENS,
+        printf("gave up prefixes of %" PRIu64 " tokens; %s free now\n", r->pages * PAGE_TOKENS,
                kvq__ctl_bytes(r->bytes));
     return KVQ_EXIT_OK;
 }

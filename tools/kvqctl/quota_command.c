@@ -123,7 +123,7 @@ static void print_one(const Kvq__QuotaStatus *q)
     printf("refused    last %s ago, by %s", kvq__ctl_duration(q->last_ms),
            kvq__ctl_clean(q->last_refused));
     if (q->last_more)
-        printf(": %" PRIu64 " more were asked for", q->last_more);
+        printf(": %" PRIu64 " more asked for", q->last_more);
     printf("\n");
 }
 

@@ -35,12 +35,13 @@ static void print_shards(const Kvq__Session *s)
 {
     if (s->n_shard_list == 0)
         return;
-    printf("shards      %" PRIu32 ", committed by all: %" PRIu64 " tokens%s\n", s->shards,
-           s->group_tokens, s->n_shard_list < s->shards ? "; some were never opened" : "");
+    printf("shards      %" PRIu32 ", committed by all: %s%s\n", s->shards,
+           kvq__ctl_count(s->group_tokens, "token"),
+           s->n_shard_list < s->shards ? "; some were never opened" : "");
     for (size_t i = 0; i < s->n_shard_list; i++) {
         const Kvq__Shard *one = s->shard_list[i];
-        printf("  %-9" PRIu32 " %" PRIu64 " tokens on %s, id %" PRIu64, one->shard, one->tokens,
-               kvq__ctl_clean(one->place), one->id);
+        printf("  %-9" PRIu32 " %s on %s, id %" PRIu64, one->shard,
+               kvq__ctl_count(one->tokens, "token"), kvq__ctl_clean(one->place), one->id);
         if (one->writer_client)
             printf(", client %" PRIu64, one->writer_client);
         printf("%s\n", one->ended ? ", its step waits for the others" : "");
@@ -96,15 +97,17 @@ static void print_session(const Kvq__Session *s)
     if (s->shared_unknown)
         printf("shared      not counted: the session has too many blocks to look at\n");
     if (s->exact_tokens)
-        printf("prompt      read in 16 bits until its %" PRIu64 " tokens are there\n",
-               s->exact_tokens);
+        printf("prompt      read in 16 bits up to its end, at %s\n",
+               kvq__ctl_count(s->exact_tokens, "token"));
     if (s->packs_early)
         printf("prompt      packed before its end, since others needed the room\n");
     if (s->prefix_tokens)
-        printf("prefix      it began with %" PRIu64 " tokens that were there\n", s->prefix_tokens);
+        printf("prefix      it began with %s that others had computed\n",
+               kvq__ctl_count(s->prefix_tokens, "token"));
     print_size(s);
     if (s->saturated_values)
-        printf("clamped     %" PRIu64 " values beyond the 16-bit range\n", s->saturated_values);
+        printf("clamped     %s beyond the 16-bit range\n",
+               kvq__ctl_count(s->saturated_values, "value"));
     print_shards(s);
     printf("state       %s\n", kvq__ctl_session_state(s));
 }

@@ -39,7 +39,7 @@ static const char *state_text(const ProtobufCMessage *message)
         return kvq__ctl_text("%sclient %" PRIu64 "%s", first, s->writer_client,
                              s->step_open ? ", in a step" : "");
     if (s->readers)
-        return kvq__ctl_text("%s%" PRIu32 " readers", first, s->readers);
+        return kvq__ctl_text("%s%s", first, kvq__ctl_count(s->readers, "reader"));
     if (s->keep_ms)
         return kvq__ctl_text("%skept %s more", first, kvq__ctl_duration(s->keep_ms));
     return kvq__ctl_text("%sidle %s", first, kvq__ctl_duration(s->idle_ms));

@@ -34,13 +34,13 @@ static int print_save(const struct kvq__ctl *ctl, const Kvq__SaveReply *r)
     if (ctl->json) {
         kvq__ctl_print_json(&r->base);
     } else if (r->unchanged) {
-        printf("%s is saved already, with %" PRIu64 " tokens\n", kvq__ctl_clean(r->name),
-               r->tokens);
+        printf("%s is saved already, with %s\n", kvq__ctl_clean(r->name),
+               kvq__ctl_count(r->tokens, "token"));
     } else {
-        printf("saved %s: %" PRIu64 " tokens, %s written in %" PRIu64 " blocks, %" PRIu64
-               " were there, %s\n",
-               kvq__ctl_clean(r->name), r->tokens, kvq__ctl_bytes(r->written_bytes),
-               r->written_blocks, r->kept_blocks, kvq__ctl_duration(r->ms));
+        printf("saved %s: %s, %s written in %s, %" PRIu64 " there before, %s\n",
+               kvq__ctl_clean(r->name), kvq__ctl_count(r->tokens, "token"),
+               kvq__ctl_bytes(r->written_bytes), kvq__ctl_count(r->written_blocks, "block"),
+               r->kept_blocks, kvq__ctl_duration(r->ms));
     }
     return KVQ_EXIT_OK;
 }
@@ -138,8 +138,8 @@ int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
     if (ctl->json)
         kvq__ctl_print_json(&reply->save->base);
     else
-        printf("exported %s, as it was saved with %" PRIu64 " tokens, to %s\n",
-               kvq__ctl_clean(args[0]), reply->save->tokens, kvq__ctl_clean(command.path));
+        printf("exported %s, as it was saved with %s, to %s\n", kvq__ctl_clean(args[0]),
+               kvq__ctl_count(reply->save->tokens, "token"), kvq__ctl_clean(command.path));
     return KVQ_EXIT_OK;
 }
 
@@ -184,9 +184,10 @@ int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args)
     if (ctl->json)
         kvq__ctl_print_json(&r->base);
     else
-        printf("imported %s of %s: %" PRIu64 " tokens, %s in %" PRIu64 " blocks, %s\n",
-               kvq__ctl_clean(r->name), kvq__ctl_clean(r->namespace_), r->tokens,
-               kvq__ctl_bytes(r->written_bytes), r->written_blocks, kvq__ctl_duration(r->ms));
+        printf("imported %s of %s: %s, %s in %s, %s\n", kvq__ctl_clean(r->name),
+               kvq__ctl_clean(r->namespace_), kvq__ctl_count(r->tokens, "token"),
+               kvq__ctl_bytes(r->written_bytes), kvq__ctl_count(r->written_blocks, "block"),
+               kvq__ctl_duration(r->ms));
     return KVQ_EXIT_OK;
 }
 
@@ -266,7 +267,7 @@ static void print_storage(const Kvq__StorageReply *r)
     printf("segments    %" PRIu32 ": %s in use, %s to be had back by compacting\n", r->segments,
            kvq__ctl_bytes(r->live_bytes), kvq__ctl_bytes(r->dead_bytes));
     if (r->working[0])
-        printf("working     %s, %" PRIu32 " more wait to write\n", kvq__ctl_clean(r->working),
+        printf("working     %s, %" PRIu32 " more waiting to write\n", kvq__ctl_clean(r->working),
                r->queued);
     if (r->read_only)
         printf("READ ONLY   %s\n", kvq__ctl_clean(r->why));
@@ -306,9 +307,9 @@ static int print_verified(const struct kvq__ctl *ctl, const Kvq__StorageReply *r
                kvq__ctl_count(r->segments, "segment"), r->text && *r->text ? ". " : "",
                kvq__ctl_clean(r->text));
     else
-        printf("%s read: %s\n%" PRIu64 " sessions have lost tokens; opening one brings back what "
-               "is good of it\n",
-               kvq__ctl_bytes(r->verified_bytes), kvq__ctl_clean(r->text), r->cut_sessions);
+        printf("%s read: %s\n%s lost tokens; opening one brings back what is good of it\n",
+               kvq__ctl_bytes(r->verified_bytes), kvq__ctl_clean(r->text),
+               kvq__ctl_count(r->cut_sessions, "session"));
     return bad ? KVQ_EXIT_PROBLEM : KVQ_EXIT_OK;
 }
 
