@@ -277,6 +277,24 @@ static bool take_back(struct kvq__connection *c)
     return true;
 }
 
+// In the log at level debug: what a client asked for, and why it was refused. A client that asks on
+// and on uses up its lines, and not those for what is refused.
+static void tell_asked(struct kvq__connection *c)
+{
+    char text[300];
+    const Kvq__Reply *reply = &c->reply;
+    struct kvq_log_budget *budget = reply->status ? &c->refused_budget : &c->asked_budget;
+    const ProtobufCFieldDescriptor *field = protobuf_c_message_descriptor_get_field(
+        &kvq__request__descriptor, (unsigned)c->request->command_case);
+    if (!kvq__log_has(KVQ_LOG_DEBUG))
+        return;
+    kvq__log_client(budget, KVQ_LOG_DEBUG, "asked",
+                    "client=%llu uid=%u pid=%u command=%s status=%s text=%s",
+                    (unsigned long long)c->id, c->peer.uid, (unsigned)c->peer.pid,
+                    field ? field->name : "unknown", kvq_status_name(reply->status),
+                    kvq__log_quote(text, sizeof text, reply->text));
+}
+
 // Once all is back that the command waits for.
 static void send_answer(struct kvq__connection *c)
 {
@@ -291,6 +309,7 @@ static void send_answer(struct kvq__connection *c)
     if (!refused && command->put)
         command->put(c);
     note_made(c);
+    tell_asked(c);
     // Still busy: if the reply cannot be sent, the poller takes the client down, and what is used
     // here with it, only once kvq__connection_back has said so.
     int error = kvq__connection_reply(c, c->text);

@@ -147,11 +147,12 @@ struct kvq__connection {
     int fd, pidfd;
     uv_poll_t poll, pid_poll;
     uv_timer_t timer;
-    int handles;        // open in the loop
-    bool end_when_back; // ended while a command was at the poller
-    bool is_late;       // with its hello
-    bool end_is_late;   // it waits for no imports any more
-    uint32_t end_seen;  // 1: the poller knows that it has ended
+    int handles;                                        // open in the loop
+    struct kvq_log_budget asked_budget, refused_budget; // at level debug
+    bool end_when_back;                                 // ended while a command was at the poller
+    bool is_late;                                       // with its hello
+    bool end_is_late;                                   // it waits for no imports any more
+    uint32_t end_seen;                                  // 1: the poller knows that it has ended
     struct kvq__peer peer;
     uint64_t id; // the client's; 0: none yet
     char name[KVQ_NAME_BYTES];

@@ -156,7 +156,8 @@ const struct kvq__option kvq__options[] = {
     {FIELD(http_address), KVQ_OPTION_TEXT, "ADDRESS", RESTART, .initial_text = "127.0.0.1:9647",
      .help = "loopback address and port that HTTP is served at as well; empty: none"},
     {FIELD(log_level), KVQ_OPTION_WORD, "WORD", LIVE, .initial = KVQ_LOG_INFO, .words = level_words,
-     .help = "level of the least important lines in the log; debug: today the same as info"},
+     .help =
+         "level of the least important lines in the log; debug: also what was asked and refused"},
     {FIELD(log_file), KVQ_OPTION_TEXT, "PATH", LIVE, .initial_text = "",
      .help = "log file; empty: stderr"},
     {.name = NULL},

@@ -40,3 +40,16 @@ void kvq__audit(struct kvq_log_budget *budget, const struct kvq__asker *asker,
     cJSON_free(text);
     cJSON_Delete(object);
 }
+
+void kvq__audit_question(struct kvq_log_budget *budget, const struct kvq__asker *asker,
+                         const Kvq__Request *request, int status)
+{
+    char who[256];
+    assert(status <= 0);
+    const ProtobufCFieldDescriptor *field = protobuf_c_message_descriptor_get_field(
+        &kvq__request__descriptor, (unsigned)request->command_case);
+    if (kvq__log_has(KVQ_LOG_DEBUG))
+        kvq__log_client(budget, KVQ_LOG_DEBUG, "control_asked", "%s role=%s command=%s status=%s",
+                        kvq__asker_text(asker, who, sizeof who), kvq__role_name(asker->role),
+                        field ? field->name : "unknown", kvq_status_name(status));
+}

@@ -13,5 +13,8 @@
 // Every line is written of somebody whose role does for it; others share a budget.
 void kvq__audit(struct kvq_log_budget *budget, const struct kvq__asker *asker,
                 const Kvq__Request *request, int status);
+// Tells of a question at level debug, event=control_asked: who asks, and what was refused.
+void kvq__audit_question(struct kvq_log_budget *budget, const struct kvq__asker *asker,
+                         const Kvq__Request *request, int status);
 
 #endif

@@ -81,7 +81,7 @@ struct kvq__control {
     uv_idle_t idle;
     bool open, ending; // ending: no more messages are taken
     // Each of its own, so that those who may come in hide nobody who may not.
-    struct kvq_log_budget refused_budget, connected_budget, audit_budget;
+    struct kvq_log_budget refused_budget, connected_budget, audit_budget, asked_budget;
 
     // The request under way.
     bool busy; // at the poller
@@ -178,11 +178,13 @@ static void wait_for_reader(struct kvq__control *c, uint64_t serial)
         b->awaits = true;
 }
 
-// In the log: changes, and no questions.
+// In the log: changes always, questions at level debug.
 static void tell_of(struct kvq__control *c, const struct kvq__asker *asker,
                     const Kvq__Request *request, int status)
 {
-    if (!kvq__role_only_asks(request))
+    if (kvq__role_only_asks(request))
+        kvq__audit_question(&c->asked_budget, asker, request, status);
+    else
         kvq__audit(&c->audit_budget, asker, request, status);
 }
 

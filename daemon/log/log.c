@@ -38,6 +38,11 @@ static bool is_left_out(enum kvq_log_level level)
     return level != KVQ_LOG_ALWAYS && level > kvq_word_load(&sink.level);
 }
 
+bool kvq__log_has(enum kvq_log_level level)
+{
+    return !is_left_out(level);
+}
+
 int kvq__log_prepare(const char *path, char *text)
 {
     bool file = path && *path;

@@ -29,6 +29,8 @@ int kvq__log_check(const char *path, char *text);
 // From here on lines go there, while other threads may log; takes the descriptor. One thread at a
 // time.
 void kvq__log_use(int fd, enum kvq_log_level level);
+// Whether lines of that level are written. Any thread.
+bool kvq__log_has(enum kvq_log_level level);
 
 // `event` is a word; `format` gives the pairs that follow it, e.g. "client=%llu uid=%u". Texts
 // from outside go through kvq__log_quote first.

@@ -13,7 +13,9 @@
 #include "daemon/runtime/server.h"
 #include "proto/sync.h"
 
-enum { EVENTS = 256, KEPT = 32 }; // KEPT: of these, for what is a warning or worse
+// Of these mails the last ones are kept for what is a warning or worse, and half of all for what is
+// more than a detail.
+enum { EVENTS = 256, KEPT = 32, KEPT_FROM_DETAILS = EVENTS / 2 };
 
 struct event_mail {
     struct kvq__mail mail;
@@ -97,13 +99,24 @@ void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event)
     tell_event(&e);
 }
 
+// How many mails ahead have to be free.
+static uint32_t kept_from(enum kvq_log_level level)
+{
+    if (level <= KVQ_LOG_WARN)
+        return 0;
+    return level == KVQ_LOG_DEBUG ? KEPT_FROM_DETAILS : KEPT;
+}
+
 void kvq__event_from_core(void *context, const struct kvq__event *event)
 {
     static uint32_t next, lost;
     struct event_mail *e = &events[next % EVENTS];
     // Mails come free in the order in which they were posted, so one ahead tells of all up to it.
     assert(event->kind < KVQ__EVENTS);
-    uint32_t ahead = kinds[event->kind].level <= KVQ_LOG_WARN ? 0 : KEPT;
+    enum kvq_log_level level = kinds[event->kind].level;
+    if (level == KVQ_LOG_DEBUG && !kvq__log_has(level)) // details that nobody has asked for
+        return;
+    uint32_t ahead = kept_from(level);
     if (kvq_word_load_acquire(&events[(next + ahead) % EVENTS].taken)) {
         lost++;
         return;

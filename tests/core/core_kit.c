@@ -141,6 +141,11 @@ static void on_event(void *context, const struct kvq__event *event)
     struct kit *kit = context;
     MUST(event->ns && event->session && event->text);
     kit->events[event->kind]++;
+    if (event->kind == KVQ__EVENT_REQUEST_REFUSED) { // beside what the request itself has caused
+        snprintf(kit->refusal_session, sizeof kit->refusal_session, "%s", event->session);
+        snprintf(kit->refusal_text, sizeof kit->refusal_text, "%s", event->text);
+        return;
+    }
     snprintf(kit->event_session, sizeof kit->event_session, "%s", event->session);
     snprintf(kit->event_text, sizeof kit->event_text, "%s", event->text);
 }

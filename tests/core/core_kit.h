@@ -25,7 +25,8 @@ struct kit {
     int holds;         // of codebooks
     uint64_t book_id;  // theirs
     uint32_t bookless; // this layer is given none; 0: all are
-    char event_session[KVQ_NAME_BYTES], event_text[KVQ_TEXT_BYTES]; // of the last one
+    char event_session[KVQ_NAME_BYTES], event_text[KVQ_TEXT_BYTES]; // of the last one but refusals
+    char refusal_session[KVQ_NAME_BYTES], refusal_text[KVQ_TEXT_BYTES]; // of the last refusal
 };
 
 // A client of the kit with a queue and a buffer.

@@ -382,6 +382,23 @@ TEST(test_steps)
 
 // A step that was asked to append what it cannot does not commit; one whose append can be made good
 // does.
+// An event tells what was refused and why, once a second for each client, and counts the others.
+TEST(test_refusals_told)
+{
+    struct kvq_entry_wire e = entry(0, 0);
+    uint64_t before = kit.events[KVQ__EVENT_REQUEST_REFUSED];
+    e.position = TOKENS + 10; // of more tokens than there are
+    for (uint32_t i = 0; i < 4; i++)
+        assert_true(status_of(kit_header(KVQ_OP_TRUNCATE, 1), e) < 0);
+    assert_int_equal(kit.events[KVQ__EVENT_REQUEST_REFUSED], before + 1);
+    assert_non_null(strstr(kit.refusal_text, "TRUNCATE of step 0, layer 0: "));
+    assert_non_null(strstr(kit.refusal_text, "; 0 more since"));
+    kit_tick(&kit, 1000000000);
+    assert_true(status_of(kit_header(KVQ_OP_TRUNCATE, 1), e) < 0);
+    assert_int_equal(kit.events[KVQ__EVENT_REQUEST_REFUSED], before + 2);
+    assert_non_null(strstr(kit.refusal_text, "; 3 more since"));
+}
+
 TEST(test_refused_appends)
 {
     for (uint32_t way = 0; way < 4; way++) {

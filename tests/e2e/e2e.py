@@ -15,6 +15,7 @@ import e2e_breaks
 import e2e_campaign
 import e2e_completion
 import e2e_ctl
+import e2e_details
 import e2e_dims
 import e2e_dry_run
 import e2e_errors
@@ -62,7 +63,8 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_prefix.Stored, e2e_prompt.Pieces, e2e_prompt.Kept, e2e_prompt.Short,
           e2e_page.Page, e2e_park.Parks, e2e_evict.Evicts, e2e_evict.NoStorage, e2e_names.Names,
           e2e_lists.Lists, e2e_ctl.Ping, e2e_ctl.Doctor, e2e_ctl.Found, e2e_ctl.Events,
-          e2e_ctl.Output, e2e_ctl.Watch, e2e_ctl.Absent, e2e_tables.Tables,
+          e2e_ctl.Output, e2e_ctl.Watch, e2e_ctl.Absent, e2e_details.Details,
+          e2e_tables.Tables,
           e2e_short.Short, e2e_short.ShortRemote,
           e2e_completion.Completion, e2e_top.TopOnTerminal,
           e2e_exits.Exits, e2e_dry_run.DryRun, e2e_dry_run.DryRunRemote,

@@ -3,6 +3,7 @@
 // Requests: how they start, wait, are cut into jobs, and end with what they hold given back.
 // entries.c has what every operation does with its entries; the operations have files of their own.
 #include <assert.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "daemon/core/request/admission.h"
@@ -22,6 +23,7 @@ enum { BRIEF_TOKENS = 16 }; // a request that only appends, and no more than the
 enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
 
 struct operation {
+    const char *name;
     kvq__operation *start;
     uint16_t flags; // request flags it takes
     uint8_t needs;
@@ -30,20 +32,20 @@ struct operation {
 static kvq__operation op_nop;
 
 static const struct operation operations[KVQ_OP_COUNT] = {
-    [KVQ_OP_NOP] = {op_nop, 0, 0},
-    [KVQ_OP_STEP_BEGIN] = {kvq__op_step_begin, KVQ_REQ_TOKEN_IDS | KVQ_REQ_WAIT_ROOM,
+    [KVQ_OP_NOP] = {"NOP", op_nop, 0, 0},
+    [KVQ_OP_STEP_BEGIN] = {"STEP_BEGIN", kvq__op_step_begin, KVQ_REQ_TOKEN_IDS | KVQ_REQ_WAIT_ROOM,
                            NEED_COUNT | NEW_WORK},
-    [KVQ_OP_APPEND] = {kvq__op_append, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_ATTEND] = {kvq__op_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_APPEND_ATTEND] = {kvq__op_append_attend,
+    [KVQ_OP_APPEND] = {"APPEND", kvq__op_append, KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_ATTEND] = {"ATTEND", kvq__op_attend, KVQ_REQ_PAST_ONLY | KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_APPEND_ATTEND] = {"APPEND_ATTEND", kvq__op_append_attend,
                               KVQ_REQ_PAST_ONLY | KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_STEP_END] = {kvq__op_step_end, KVQ_REQ_TOKEN_IDS, 0},
-    [KVQ_OP_STEP_ABORT] = {kvq__op_step_abort, 0, 0},
-    [KVQ_OP_TRUNCATE] = {kvq__op_truncate, 0, NEED_COUNT},
-    [KVQ_OP_FORK] = {kvq__op_fork, KVQ_REQ_WAIT_ROOM, NEED_COUNT | NEW_WORK},
-    [KVQ_OP_ACCEPT] = {kvq__op_accept, 0, NEED_COUNT},
-    [KVQ_OP_READ] = {kvq__op_read, KVQ_REQ_ON_STREAM, NEED_COUNT},
-    [KVQ_OP_STEP] = {kvq__op_step,
+    [KVQ_OP_STEP_END] = {"STEP_END", kvq__op_step_end, KVQ_REQ_TOKEN_IDS, 0},
+    [KVQ_OP_STEP_ABORT] = {"STEP_ABORT", kvq__op_step_abort, 0, 0},
+    [KVQ_OP_TRUNCATE] = {"TRUNCATE", kvq__op_truncate, 0, NEED_COUNT},
+    [KVQ_OP_FORK] = {"FORK", kvq__op_fork, KVQ_REQ_WAIT_ROOM, NEED_COUNT | NEW_WORK},
+    [KVQ_OP_ACCEPT] = {"ACCEPT", kvq__op_accept, 0, NEED_COUNT},
+    [KVQ_OP_READ] = {"READ", kvq__op_read, KVQ_REQ_ON_STREAM, NEED_COUNT},
+    [KVQ_OP_STEP] = {"STEP", kvq__op_step,
                      KVQ_REQ_PAGED_KV | KVQ_REQ_ON_STREAM | KVQ_REQ_TOKEN_IDS | KVQ_REQ_WAIT_ROOM,
                      NEED_COUNT | NEW_WORK},
 };
@@ -395,15 +397,45 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
 
 // ---- Start, continue, end ----
 
+// What was refused, and why: for whoever looks for a client's fault without the client's own log.
+// Requests come at any rate, and a client that repeats one tells no more by it. `failed`: the entry
+// that was refused; NULL: the request as a whole was.
+static void tell_refused_request(struct kvq__queue *q, const struct kvq_entry_wire *failed,
+                                 int status)
+{
+    const uint64_t second = 1000000000;
+    struct kvq__core *core = q->core;
+    struct kvq__client *c = q->client;
+    const struct operation *op = q->header.op < KVQ_OP_COUNT ? &operations[q->header.op] : NULL;
+    struct kvq__handle *h = NULL;
+    char text[KVQ_TEXT_BYTES];
+    if (c->refused_event_at && core->now - c->refused_event_at < second) {
+        c->refused_untold++;
+        return;
+    }
+    bool known = failed && kvq__handle_get(c, failed->handle, &h) == 0 && h->session;
+    snprintf(text, sizeof text, "%s of step %llu, layer %u: %s (%s); %u more since",
+             op ? op->name : "an unknown operation", (unsigned long long)q->header.step,
+             q->header.layer, kvq_status_text(status), kvq_status_name(status), c->refused_untold);
+    kvq__event(core, KVQ__EVENT_REQUEST_REFUSED, known ? h->session->ns->name : "",
+               known ? h->session->name : "", c->id, text);
+    c->refused_event_at = core->now ? core->now : 1;
+    c->refused_untold = 0;
+}
+
 static void count_refusal(struct kvq__queue *q)
 {
     int status = q->completion.status;
-    for (uint32_t i = 0; status == 0 && i < q->completion.count; i++)
+    uint32_t i = 0;
+    while (status == 0 && i < q->completion.count) {
         status = q->results[i].status < 0 ? q->results[i].status : 0;
+        i += status == 0;
+    }
     if (status == 0)
         return;
     q->core->counts.refused_requests++;
     kvq__refused_add(&q->core->refused, status);
+    tell_refused_request(q, q->completion.status == 0 ? &q->entries[i] : NULL, status);
 }
 
 // Nobody reads the results of a request that has failed as a whole: what its entries report is

@@ -42,9 +42,11 @@ struct kvq__client {
     struct kvq__peer peer;
     char name[KVQ_NAME_BYTES];
     uint64_t id, requests, connected_at;
-    bool faulty;   // it is cut off for what it did: kvq__client_distrust
-    bool gone;     // its handles are closed, and it gets no others
-    bool detached; // it is freed with the last of its queues
+    uint64_t refused_event_at; // when the last event told of a refused request of its; 0: never
+    uint32_t refused_untold;   // refused requests since
+    bool faulty;               // it is cut off for what it did: kvq__client_distrust
+    bool gone;                 // its handles are closed, and it gets no others
+    bool detached;             // it is freed with the last of its queues
     uint32_t n_queues, n_buffers, n_handles, n_steps;
     uint32_t first_generation; // of each of its handles
     uint64_t buffer_bytes;
