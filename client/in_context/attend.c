@@ -269,18 +269,12 @@ static struct kvq_rows touched_rows(const struct kvq_local *local, const struct 
 
 // K and V that an earlier layer of the step gave are read until its end, too.
 static bool meets_step(const struct kvq_local *local, const struct kvq_rows *out,
-                       const struct kvq_rows *lse, const struct kvq_entry *entries, uint32_t n)
+                       const struct kvq_rows *lse)
 {
-    for (uint32_t l = 0; l < local->n_layers; l++) {
-        if (!local->k[l].buffer)
-            continue;
-        const struct touched all = touched_by(local, entries, n, l, true);
-        const struct kvq_rows k = touched_rows(local, &local->k[l], &all, all.kv_heads, all.dim);
-        const struct kvq_rows v = touched_rows(local, &local->v[l], &all, all.kv_heads, all.dim);
-        if (kvq_rows_meet(out, &k) || kvq_rows_meet(out, &v) || kvq_rows_meet(lse, &k) ||
-            kvq_rows_meet(lse, &v))
-            return true;
-    }
+    for (uint32_t l = 0; l < local->n_layers; l++)
+        for (int j = 0; j < 2 && local->k[l].buffer; j++)
+            if (kvq_rows_meet(out, &local->given[l][j]) || kvq_rows_meet(lse, &local->given[l][j]))
+                return true;
     return false;
 }
 
@@ -302,7 +296,7 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
     bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
     for (int j = 0; j < 3; j++)
         bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
-    bad = bad || (!captured && meets_step(local, &out, &lse, entries, n));
+    bad = bad || (!captured && meets_step(local, &out, &lse));
     if (!bad)
         return KVQ_OK;
     return kvq__set_error(
@@ -500,13 +494,42 @@ static bool same_tensor(const struct kvq_tensor *a, const struct kvq_tensor *b)
            a->head_stride == b->head_stride && a->dtype == b->dtype;
 }
 
+// Rows of one tensor: those, and what lies between.
+static void add_rows(struct kvq_rows *all, const struct kvq_rows *more)
+{
+    uint64_t end = all->first + all->n;
+    assert(all->row_stride == more->row_stride && all->start == more->start);
+    if (more->n == 0)
+        return;
+    if (all->n == 0) {
+        *all = *more;
+        return;
+    }
+    end = more->first + more->n > end ? more->first + more->n : end;
+    all->first = more->first < all->first ? more->first : all->first;
+    all->n = end - all->first;
+    all->heads = more->heads > all->heads ? more->heads : all->heads;
+    all->width = more->width > all->width ? more->width : all->width;
+}
+
 // For the step's end, which hands them to the daemon.
-void kvq__local_note(struct kvq_local *local, const struct kvq_work *w)
+void kvq__local_note(struct kvq_local *local, const struct kvq_work *w,
+                     const struct kvq_entry *entries, uint32_t n)
 {
     assert(w->layer < KVQ_MAX_LAYERS);
     struct kvq_tensor *k = &local->k[w->layer], *v = &local->v[w->layer];
-    if (k->buffer && (!same_tensor(k, &w->k) || !same_tensor(v, &w->v)))
-        local->mixed = true;
+    struct kvq_rows *given = local->given[w->layer];
+    const struct touched all = touched_by(local, entries, n, w->layer, true);
+    const struct kvq_rows rows[] = {touched_rows(local, &w->k, &all, all.kv_heads, all.dim),
+                                    touched_rows(local, &w->v, &all, all.kv_heads, all.dim)};
+    bool again = k->buffer && same_tensor(k, &w->k) && same_tensor(v, &w->v);
+    local->mixed |= k->buffer && !again;
+    for (int j = 0; j < 2; j++) {
+        if (again)
+            add_rows(&given[j], &rows[j]);
+        else
+            given[j] = rows[j];
+    }
     *k = w->k;
     *v = w->v;
     if (local->n_layers <= w->layer)
@@ -561,7 +584,7 @@ static int make_jobs(struct kvq_local *local, const struct kvq_work *work,
     *made = m;
     int rc = kvq__local_check_outputs(local, work, entries, n, false);
     if (rc == KVQ_OK && appends && work->k.buffer)
-        kvq__local_note(local, work);
+        kvq__local_note(local, work, entries, n);
     return rc;
 }
 

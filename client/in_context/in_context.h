@@ -24,6 +24,7 @@
 #include "client/internal.h"
 #include "kernels/cuda/attend.h"
 #include "kernels/kernels.h"
+#include "proto/rows.h"
 
 enum {
     KVQ__LOCAL_TOKENS = 131072, // of a page table, if max_tokens is 0
@@ -137,6 +138,7 @@ struct kvq_local {
     uint32_t n_layers;
     bool mixed; // a layer was given twice, differently
     struct kvq_tensor k[KVQ_MAX_LAYERS], v[KVQ_MAX_LAYERS];
+    struct kvq_rows given[KVQ_MAX_LAYERS][2]; // rows of K and V that they are, where k has a buffer
 
     // The first entry that a begin's own requests failed for, and the shard that is the cause.
     uint32_t blamed, blamed_entry;
@@ -256,8 +258,9 @@ struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kv
                                   const struct kvq_entry *entry);
 // Checks the tensors of a call. KVQ_OK, or a code and a text.
 int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *work);
-// Keeps K and V for the step's end.
-void kvq__local_note(struct kvq_local *local, const struct kvq_work *work);
+// Keeps K and V for the step's end: those of the entries whose status is 0.
+void kvq__local_note(struct kvq_local *local, const struct kvq_work *work,
+                     const struct kvq_entry *entries, uint32_t n);
 
 // ---- bucket.c ----
 

@@ -122,7 +122,7 @@ static int set_up_noted(struct kvq_local *local, struct kvq_bucket *b, struct kv
 {
     for (uint32_t l = 0; l < b->n_layers; l++)
         if (b->noted[l] && b->works[l].k.buffer)
-            kvq__local_note(local, &b->works[l]);
+            kvq__local_note(local, &b->works[l], entries, n);
     int rc = check_noted(local, b, entries, n);
     return rc ? rc : fill_noted(b, entries, n);
 }
@@ -259,7 +259,7 @@ static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struc
     if (rc == KVQ_OK)
         rc = fill_now(b, work, entries, n);
     if (rc == KVQ_OK && work->k.buffer)
-        kvq__local_note(local, work);
+        kvq__local_note(local, work, entries, n);
     if (rc == KVQ_OK && failed)
         kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,
                            entries, n);

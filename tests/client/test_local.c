@@ -549,6 +549,17 @@ static void test_refused_attention(void **state)
     fine(kvq_local_attend(rig.local, &w, &e, 1));
     refused(KVQ_E_INCOMPLETE, e.status, "append K and V of this layer");
     w = local_small_work(&m, 0);
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    fine(e.status);
+    struct kvq_work next = local_small_work(&m, 1);
+    next.k.offset = w.out.offset;
+    next.v = w.k;
+    next.out = w.v; // of layer 0, which is read until the step's end
+    refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &next, &e, 1), "overlaps");
+    next = local_small_work(&m, 1);
+    fine(kvq_local_attend(rig.local, &next, &e, 1));
+    fine(e.status);
+    w = local_small_work(&m, 0);
     w.pages.page_tokens = 16;
     w.pages.list = rig.buffer;
     refused(KVQ_E_INVALID, kvq_local_attend(rig.local, &w, &e, 1), "paged");
