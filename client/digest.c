@@ -13,7 +13,7 @@ void kvq_digest(const void *data, size_t bytes, uint8_t digest[KVQ_DIGEST_BYTES]
 {
     assert(digest && (data || bytes == 0));
     XXH128_canonical_t text;
-    _Static_assert(sizeof text == KVQ_DIGEST_BYTES, "XXH3 of 128 bits");
+    static_assert(sizeof text == KVQ_DIGEST_BYTES, "XXH3 of 128 bits");
     XXH128_canonicalFromHash(&text, XXH3_128bits(data, bytes));
     memcpy(digest, &text, sizeof text);
 }

@@ -162,8 +162,8 @@ const struct kvq__option kvq__options[] = {
      .help = "log file; empty: stderr"},
     {.name = NULL},
 };
-_Static_assert(sizeof kvq__options / sizeof *kvq__options <= KVQ_CONFIG_OPTIONS, "source[]");
-_Static_assert(KVQ_CONFIG_OPTIONS <= 64, "bits of what the file has set");
+static_assert(sizeof kvq__options / sizeof *kvq__options <= KVQ_CONFIG_OPTIONS, "source[]");
+static_assert(KVQ_CONFIG_OPTIONS <= 64, "bits of what the file has set");
 
 bool kvq__config_was_given(const struct kvq_config *config, const char *name)
 {

@@ -9,7 +9,7 @@
 #include "proto/key_file.h"
 #include "proto/status.h"
 
-_Static_assert(sizeof((struct kvq_config_key *)0)->public_key == KVQ_KEY_BYTES, "a key fits");
+static_assert(sizeof((struct kvq_config_key *)0)->public_key == KVQ_KEY_BYTES, "a key fits");
 
 static const char *const role_names[] = {"none", "read", "operate", "admin"};
 enum { N_ROLES = sizeof role_names / sizeof *role_names };

@@ -41,15 +41,15 @@
 enum {
     DRAIN = 32, // messages looked at before others get a turn
     ENVELOPE = 512,
-    MOST_ERRANDS = 16,   // each has an arena
+    MOST_TASKS = 16,     // each has an arena
     KEY_CONNECTIONS = 8, // of a key that nobody displaces
     MOST_EVENTS = 64,    // in a reply, and so below the longest message
 };
 
-_Static_assert(MOST_EVENTS *(KVQ__EVENT_BYTES + 4) + KVQ_TEXT_BYTES < KVQ_MAX_MESSAGE, "they fit");
+static_assert(MOST_EVENTS * (KVQ__EVENT_BYTES + 4) + KVQ_TEXT_BYTES < KVQ_MAX_MESSAGE, "they fit");
 
 // What answers one connection.
-struct back {
+struct backend {
     struct kvq__control *control;
     uint64_t serial; // never used twice
     uint32_t number; // the front's
@@ -62,7 +62,7 @@ struct back {
 
 // The way back to a ZeroMQ peer.
 struct sender {
-    uint64_t back; // its serial
+    uint64_t backend; // its serial
     uint8_t identity[ENVELOPE];
     size_t bytes;
     bool delimiter; // a REQ socket's empty frame
@@ -73,8 +73,8 @@ struct kvq__control {
     void *context;
     struct kvq__keys *keys; // NULL: nobody comes from another machine
     struct kvq__front *front;
-    struct back *backs[KVQ__FRONT_MOST]; // by the front's number
-    uint32_t turn;                       // the number that is looked at next
+    struct backend *backends[KVQ__FRONT_MOST]; // by the front's number
+    uint32_t turn;                             // the number that is looked at next
     uint64_t last_serial;
     uv_prepare_t prepare;
     uv_check_t check;
@@ -116,17 +116,17 @@ static void drain_control(struct kvq__control *c);
 // ---- Replies ----
 
 // NULL: its connection has ended.
-static struct back *find_back(const struct kvq__control *c, uint64_t serial)
+static struct backend *find_backend(const struct kvq__control *c, uint64_t serial)
 {
     for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
-        if (c->backs[i] && c->backs[i]->serial == serial)
-            return c->backs[i];
+        if (c->backends[i] && c->backends[i]->serial == serial)
+            return c->backends[i];
     return NULL;
 }
 
 static void count_request(const struct kvq__control *c, uint64_t serial, bool ended)
 {
-    struct back *b = find_back(c, serial);
+    struct backend *b = find_backend(c, serial);
     assert(!b || !ended || b->requests > 0);
     if (b)
         b->requests += ended ? -1u : 1u;
@@ -136,7 +136,7 @@ static void send_to(struct kvq__control *c, const struct sender *to, Kvq__Reply 
                     struct kvq_arena *arena)
 {
     size_t length;
-    const struct back *b = find_back(c, to->back);
+    const struct backend *b = find_backend(c, to->backend);
     assert(to->bytes > 0 && to->bytes <= sizeof to->identity);
     if (!b)
         return;
@@ -173,7 +173,7 @@ static void refuse_request(struct kvq__control *c, int status, const char *text)
 // The end cuts off what is on its way to somebody: it waits a moment until he has gone.
 static void wait_for_reader(struct kvq__control *c, uint64_t serial)
 {
-    struct back *b = c->server->draining ? find_back(c, serial) : NULL;
+    struct backend *b = c->server->draining ? find_backend(c, serial) : NULL;
     if (b)
         b->awaits = true;
 }
@@ -188,13 +188,13 @@ static void tell_of(struct kvq__control *c, const struct kvq__asker *asker,
         kvq__audit(&c->audit_budget, asker, request, status);
 }
 
-static void back(struct kvq__mail *mail)
+static void came_back(struct kvq__mail *mail)
 {
     struct kvq__control *c =
         (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
     assert(c->busy);
     c->busy = false;
-    count_request(c, c->sender.back, true);
+    count_request(c, c->sender.backend, true);
     if (!c->open)
         return;
     if (c->request->command_case == KVQ__REQUEST__COMMAND_KICK_CLIENT && c->reply.status == 0)
@@ -202,7 +202,7 @@ static void back(struct kvq__mail *mail)
     kvq__role_explain(&c->asker, c->request, &c->arena, &c->reply);
     tell_of(c, &c->asker, c->request, c->reply.status);
     send_reply(c);
-    wait_for_reader(c, c->sender.back);
+    wait_for_reader(c, c->sender.backend);
     drain_control(c);
 }
 
@@ -217,7 +217,7 @@ static void run_command(struct kvq__mail *mail)
                               .now_ns = kvq_now_ns()};
     assert(c->busy && c->request);
     kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
-    kvq__mailbox_post(&c->server->box, &c->mail, back);
+    kvq__mailbox_post(&c->server->box, &c->mail, came_back);
 }
 
 // ---- Requests ----
@@ -229,13 +229,13 @@ static void task_done(struct kvq__task *task)
     assert(c->n_tasks > 0);
     c->n_tasks--;
     LIST_REMOVE(e, link);
-    count_request(c, e->sender.back, true);
+    count_request(c, e->sender.backend, true);
     kvq__role_explain(&e->asker, e->request, &e->arena, &e->reply);
     if (!e->asks_again)
         tell_of(c, &e->asker, e->request, e->reply.status);
     if (c->open)
         send_to(c, &e->sender, &e->reply, &e->arena);
-    wait_for_reader(c, e->sender.back);
+    wait_for_reader(c, e->sender.backend);
     free(e);
 }
 
@@ -246,8 +246,8 @@ static bool task_allowed(const struct kvq__control *c)
     uint32_t own = 0;
     LIST_FOREACH (e, &c->tasks, link)
         own += e->asker.peer.uid == c->asker.peer.uid;
-    return c->asker.role == KVQ__ROLE_ADMIN ? c->n_tasks < MOST_ERRANDS
-                                            : kvq__share_allows(own, 1, c->n_tasks, MOST_ERRANDS);
+    return c->asker.role == KVQ__ROLE_ADMIN ? c->n_tasks < MOST_TASKS
+                                            : kvq__share_allows(own, 1, c->n_tasks, MOST_TASKS);
 }
 
 // The message was unpacked before, so it can be again.
@@ -278,16 +278,16 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
                                  .reply = &e->reply,
                                  .peer = &e->asker.peer,
                                  .done = task_done};
-    struct back *b = find_back(c, e->sender.back);
+    struct backend *b = find_backend(c, e->sender.backend);
     if (e->request->command_case == KVQ__REQUEST__COMMAND_DRAIN) {
         e->asks_again = c->server->draining && !e->request->drain->now;
         if (b && e->asker.role == KVQ__ROLE_ADMIN)
             b->awaits = true;
     }
-    assert(c->n_tasks < MOST_ERRANDS);
+    assert(c->n_tasks < MOST_TASKS);
     c->n_tasks++;
     LIST_INSERT_HEAD(&c->tasks, e, link);
-    count_request(c, e->sender.back, false);
+    count_request(c, e->sender.backend, false);
     kvq__jobs_start(c->server->jobs, &e->task);
 }
 
@@ -374,13 +374,13 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
                        "that command belongs to the attach socket, or to a newer daemon");
     } else {
         c->busy = true;
-        count_request(c, c->sender.back, false);
+        count_request(c, c->sender.backend, false);
         kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run_command);
     }
 }
 
 // The key that this connection has shown, as the configuration has it now. NULL: it does not.
-static const struct kvq_config_key *key_of(const struct kvq__control *c, const struct back *b)
+static const struct kvq_config_key *key_of(const struct kvq__control *c, const struct backend *b)
 {
     static const uint8_t none[KVQ_KEY_BYTES];
     bool shown = memcmp(b->asker.peer.key, none, sizeof none) != 0;
@@ -388,7 +388,7 @@ static const struct kvq_config_key *key_of(const struct kvq__control *c, const s
 }
 
 // Who asks by this connection, with the role that the configuration gives now.
-static struct kvq__asker asker_of(const struct kvq__control *c, const struct back *b)
+static struct kvq__asker asker_of(const struct kvq__control *c, const struct backend *b)
 {
     struct kvq__asker asker = b->asker;
     const struct kvq_config_key *key = key_of(c, b);
@@ -401,7 +401,7 @@ static struct kvq__asker asker_of(const struct kvq__control *c, const struct bac
     return asker;
 }
 
-static bool readable(const struct back *b)
+static bool readable(const struct backend *b)
 {
     int events = 0;
     size_t size = sizeof events;
@@ -409,14 +409,14 @@ static bool readable(const struct back *b)
 }
 
 // Receives one whole message: identity, maybe an empty frame, body. False if there is none.
-static bool receive(struct kvq__control *c, const struct back *b)
+static bool receive(struct kvq__control *c, const struct backend *b)
 {
     assert(!c->busy);
     zmq_msg_t frame, body;
     int parts = 0;
     size_t taken = 0;
     bool more = true, have_body = false;
-    c->sender.back = b->serial;
+    c->sender.backend = b->serial;
     c->sender.delimiter = false;
     c->sender.bytes = 0;
     c->asker = asker_of(c, b);
@@ -454,7 +454,7 @@ static bool receive(struct kvq__control *c, const struct back *b)
 static bool any_readable(const struct kvq__control *c)
 {
     for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
-        if (c->backs[i] && readable(c->backs[i]))
+        if (c->backends[i] && readable(c->backends[i]))
             return true;
     return false;
 }
@@ -465,7 +465,7 @@ static void drain_control(struct kvq__control *c)
     uint32_t quiet = 0; // so many in a row had none
     for (int taken = 0;
          taken < DRAIN && quiet < KVQ__FRONT_MOST && c->open && !c->ending && !c->busy;) {
-        const struct back *b = c->backs[c->turn];
+        const struct backend *b = c->backends[c->turn];
         c->turn = (c->turn + 1) % KVQ__FRONT_MOST;
         bool got = b && receive(c, b);
         taken += got;
@@ -495,7 +495,7 @@ static void on_check(uv_check_t *handle)
 
 static void on_poll(uv_poll_t *handle, int status, int events)
 {
-    const struct back *b = handle->data;
+    const struct backend *b = handle->data;
     (void)status;
     (void)events;
     drain_control(b->control);
@@ -532,27 +532,27 @@ static void *bind_router(struct kvq__control *c, const char *path, uint64_t far)
     return NULL;
 }
 
-static void on_back_closed(uv_handle_t *handle)
+static void on_backend_closed(uv_handle_t *handle)
 {
     free(handle->data);
 }
 
-static void close_back(void *context, uint32_t number)
+static void close_backend(void *context, uint32_t number)
 {
     struct kvq__control *c = context;
-    struct back *b = c->backs[number];
+    struct backend *b = c->backends[number];
     assert(number < KVQ__FRONT_MOST);
     if (!b)
         return;
-    c->backs[number] = NULL;
-    uv_close((uv_handle_t *)&b->poll, on_back_closed);
+    c->backends[number] = NULL;
+    uv_close((uv_handle_t *)&b->poll, on_backend_closed);
     zmq_close(b->router);
 }
 
 // A connected socket to a ROUTER that nobody else can reach: its path is in a directory of the
 // daemon's user alone, and only there until it is connected to. ZeroMQ goes on listening: ending
 // that would end the connection.
-static int connect_router(struct kvq__control *c, struct back *b, char *text)
+static int connect_router(struct kvq__control *c, struct backend *b, char *text)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     snprintf(address.sun_path, sizeof address.sun_path, "%.80s/" KVQ_ADMIN_DIR "/c%u",
@@ -578,8 +578,8 @@ static int open_router(void *context, uint32_t number, const struct kvq__asker *
     struct kvq__control *c = context;
     int event;
     size_t size = sizeof event;
-    struct back *b = calloc(1, sizeof *b);
-    assert(!c->backs[number]);
+    struct backend *b = calloc(1, sizeof *b);
+    assert(!c->backends[number]);
     if (!b) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory for another connection");
         return KVQ_E_NO_MEMORY;
@@ -603,30 +603,30 @@ static int open_router(void *context, uint32_t number, const struct kvq__asker *
     }
     b->poll.data = b;
     uv_poll_start(&b->poll, UV_READABLE, on_poll);
-    c->backs[number] = b;
+    c->backends[number] = b;
     return fd;
 }
 
-static bool back_busy(void *context, uint32_t number)
+static bool is_backend_busy(void *context, uint32_t number)
 {
     const struct kvq__control *c = context;
-    const struct back *b = c->backs[number];
+    const struct backend *b = c->backends[number];
     assert(number < KVQ__FRONT_MOST);
     return b && (b->requests > 0 || readable(b));
 }
 
 // One of the first few connections of a key that the configuration has: no key keeps out others.
-static bool back_known(void *context, uint32_t number)
+static bool is_backend_known(void *context, uint32_t number)
 {
     const struct kvq__control *c = context;
-    const struct back *b = c->backs[number];
+    const struct backend *b = c->backends[number];
     uint32_t earlier = 0;
     assert(number < KVQ__FRONT_MOST);
     if (!b || !key_of(c, b))
         return false;
     for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
-        earlier += c->backs[i] && c->backs[i]->serial < b->serial &&
-                   memcmp(c->backs[i]->asker.peer.key, b->asker.peer.key, KVQ_KEY_BYTES) == 0;
+        earlier += c->backends[i] && c->backends[i]->serial < b->serial &&
+                   memcmp(c->backends[i]->asker.peer.key, b->asker.peer.key, KVQ_KEY_BYTES) == 0;
     return earlier < KEY_CONNECTIONS;
 }
 
@@ -634,7 +634,7 @@ static bool back_known(void *context, uint32_t number)
 static bool admit_key(void *context, uint64_t serial, const uint8_t *public_key)
 {
     struct kvq__control *c = context;
-    struct back *b = find_back(c, serial);
+    struct backend *b = find_backend(c, serial);
     const struct kvq_config_key *key = kvq__config_key_of(&c->server->config, public_key);
     char hex[KVQ_KEY_HEX], who[256];
     if (!b || !b->asker.address[0])
@@ -674,12 +674,12 @@ static int open_sockets(struct kvq__control *c, char *text)
                     : 0;
     if (error)
         return error;
-    const struct kvq__front_back back = {.context = c,
-                                         .open = open_router,
-                                         .busy = back_busy,
-                                         .known = back_known,
-                                         .close = close_back};
-    return kvq__front_open(c->server, &back, &c->front, text);
+    const struct kvq__front_backend backend = {.context = c,
+                                               .open = open_router,
+                                               .busy = is_backend_busy,
+                                               .known = is_backend_known,
+                                               .close = close_backend};
+    return kvq__front_open(c->server, &backend, &c->front, text);
 }
 
 int kvq__control_open(struct kvq__server *server, struct kvq__control **out, char *text)
@@ -722,7 +722,7 @@ void kvq__control_end(struct kvq__control *c)
         return;
     c->open = false;
     for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
-        close_back(c, i);
+        close_backend(c, i);
     uv_close((uv_handle_t *)&c->prepare, NULL);
     uv_close((uv_handle_t *)&c->check, NULL);
     uv_close((uv_handle_t *)&c->idle, NULL);
@@ -731,7 +731,7 @@ void kvq__control_end(struct kvq__control *c)
 bool kvq__control_awaited(const struct kvq__control *c)
 {
     for (uint32_t i = 0; c && i < KVQ__FRONT_MOST; i++)
-        if (c->backs[i] && c->backs[i]->awaits)
+        if (c->backends[i] && c->backends[i]->awaits)
             return true;
     return false;
 }

@@ -55,7 +55,7 @@ TAILQ_HEAD(guests, guest);
 
 struct kvq__front {
     struct kvq__server *server;
-    struct kvq__front_back back;
+    struct kvq__front_backend backend;
     struct kvq__door door, far_door;
     struct guests guests;
     // standing: not ENDING; pending: ZeroMQ has yet to accept them, so no count has that end
@@ -74,7 +74,7 @@ static void on_closed(uv_handle_t *handle)
     if (--g->open_handles > 0)
         return;
     if (g->backed)
-        f->back.close(f->back.context, g->number);
+        f->backend.close(f->backend.context, g->number);
     f->used[g->number] = false;
     TAILQ_REMOVE(&f->guests, g, link);
     free(g);
@@ -106,7 +106,7 @@ static void end_now(struct guest *g)
         close_side(&g->back_side);
 }
 
-static void shut_back(struct guest *g)
+static void shut_backend(struct guest *g)
 {
     assert(g->backed && g->state == ENDING);
     uv_os_fd_t fd;
@@ -130,7 +130,7 @@ static void end_guest(struct guest *g)
     set_ending(g);
     close_side(&g->peer_side);
     if (!g->in.writing)
-        shut_back(g);
+        shut_backend(g);
     uv_read_start((uv_stream_t *)&g->back_side, on_alloc, on_read); // to its end
 }
 
@@ -159,9 +159,9 @@ static bool displace(struct kvq__front *f, const struct kvq__asker *by)
             if (g->state == ENDING || (g->state == PASSING) != (spoken == 1) ||
                 (g->asker.peer.uid != by->peer.uid && !admin))
                 continue;
-            if (by->address[0] && f->back.known(f->back.context, g->number))
+            if (by->address[0] && f->backend.known(f->backend.context, g->number))
                 continue;
-            if (g->state == PASSING && f->back.busy(f->back.context, g->number))
+            if (g->state == PASSING && f->backend.busy(f->backend.context, g->number))
                 continue;
             end_guest(g);
             return true;
@@ -215,14 +215,14 @@ static int check_guest_room(struct kvq__front *f, const struct kvq__asker *asker
 // ---- Passing bytes ----
 
 // Opens what is behind a connection that has begun to speak.
-static int open_guest_back(struct guest *g, char *text)
+static int open_guest_backend(struct guest *g, char *text)
 {
     struct kvq__front *f = g->front;
     uint32_t free = kvq__descriptors_free();
     assert(g->state == SILENT && !g->backed);
     if (free < f->pending + KVQ__FILES_OF_CONTROL + KVQ__FILES_SPARE)
         return no_descriptors(&g->asker, free, text);
-    int fd = f->back.open(f->back.context, g->number, &g->asker, text);
+    int fd = f->backend.open(f->backend.context, g->number, &g->asker, text);
     if (fd < 0)
         return fd;
     g->backed = true;
@@ -263,7 +263,7 @@ static void on_written(uv_write_t *write, int status)
     flow->writing = false;
     if (g->state == ENDING) {
         if (flow == &g->in && !uv_is_closing((uv_handle_t *)&g->back_side))
-            shut_back(g);
+            shut_backend(g);
     } else if (status < 0) {
         end_guest(g);
     } else {
@@ -322,7 +322,7 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer)
         end_now(g);
     } else if (n < 0) {
         end_guest(g);
-    } else if (g->state == SILENT && open_guest_back(g, text) != 0) {
+    } else if (g->state == SILENT && open_guest_backend(g, text) != 0) {
         if (uv_fileno((uv_handle_t *)&g->peer_side, &fd) == 0)
             refuse_guest(f, fd, &g->asker, text);
         end_now(g);
@@ -465,11 +465,11 @@ static int open_far_door(struct kvq__front *f, char *text)
     return 0;
 }
 
-int kvq__front_open(struct kvq__server *server, const struct kvq__front_back *back,
+int kvq__front_open(struct kvq__server *server, const struct kvq__front_backend *backend,
                     struct kvq__front **out, char *text)
 {
     struct kvq__front *f = calloc(1, sizeof *f);
-    assert(back->open && back->busy && back->known && back->close);
+    assert(backend->open && backend->busy && backend->known && backend->close);
     *out = f;
     if (!f) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory for the control socket");
@@ -477,7 +477,7 @@ int kvq__front_open(struct kvq__server *server, const struct kvq__front_back *ba
     }
     uint32_t places = (kvq__descriptors_kept() - KVQ__FILES_SPARE) / KVQ__FILES_OF_CONTROL;
     f->server = server;
-    f->back = *back;
+    f->backend = *backend;
     f->places = places < KVQ__FRONT_PLACES ? places : KVQ__FRONT_PLACES;
     f->door.context = f->far_door.context = f;
     f->door.enter = on_enter;

@@ -29,7 +29,7 @@
 struct kvq__front;
 
 // What is behind the front; numbers are below KVQ__FRONT_MOST, each of one connection at a time.
-struct kvq__front_back {
+struct kvq__front_backend {
     void *context;
     // Opens what answers this peer. A connected socket, which is the front's, or a negative code.
     int (*open)(void *context, uint32_t number, const struct kvq__asker *asker, char *text);
@@ -56,7 +56,7 @@ enum {
 
 // ZeroMQ gave messages of that connection: so many bytes, with KVQ__FRONT_FRAME for each part.
 void kvq__front_took(struct kvq__front *front, uint32_t number, size_t bytes);
-int kvq__front_open(struct kvq__server *server, const struct kvq__front_back *back,
+int kvq__front_open(struct kvq__server *server, const struct kvq__front_backend *backend,
                     struct kvq__front **front, char *text);
 // Takes nobody any more and ends all; the loop closes its handles.
 void kvq__front_end(struct kvq__front *front);

@@ -17,7 +17,7 @@
 
 #define AT(FIELD) offsetof(struct kvq__ctl, FIELD)
 #define FILTERS   "given at most 16 times"
-_Static_assert(KVQ__CTL_MAX_FILTERS == 16, "FILTERS says another number");
+static_assert(KVQ__CTL_MAX_FILTERS == 16, "FILTERS says another number");
 
 const struct kvq__ctl_option kvq__ctl_options[] = {
     {"runtime-dir", "DIR", KVQ__CTL_TEXT, AT(runtime_dir), 0, 0, NULL,
@@ -130,7 +130,7 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
 
 const size_t kvq__ctl_n_options = sizeof kvq__ctl_options / sizeof *kvq__ctl_options;
 
-_Static_assert(sizeof kvq__ctl_options / sizeof *kvq__ctl_options <= 64, "a bit for each");
+static_assert(sizeof kvq__ctl_options / sizeof *kvq__ctl_options <= 64, "a bit for each");
 
 enum { N_OPTIONS = sizeof kvq__ctl_options / sizeof *kvq__ctl_options, FIRST = 256 };
 
