@@ -71,9 +71,10 @@ static void check_cpu(struct findings *f, const struct kvq__server *s)
             cpus);
     else
         add(f, "spinning", FINE, "",
-            "%u workers on %u usable CPUs: an engine spins while it waits for a short answer, and "
+            "%u worker%s on %u usable CPUs: an engine spins while it waits for a short answer, and "
             "sleeps while %s",
-            workers, cpus, workers < cpus ? "others need its CPU" : "all workers compute");
+            workers, workers == 1 ? "" : "s", cpus,
+            workers < cpus ? "others need its CPU" : "all workers compute");
 }
 
 static void check_memory(struct findings *f, const struct kvq__server *s)
@@ -198,8 +199,7 @@ static void check_gpu(struct findings *f, const struct kvq__gpu *gpu)
     add(f, "gpu_order", words ? FINE : NOTE,
         words ? "" : "a newer driver, if there is one, has 64-bit stream memory operations",
         "%s: streams of engines and daemon wait for each other by %s%s; tried at the start: "
-        "timeline "
-        "words %s, events between processes %s",
+        "timeline words %s, events between processes %s",
         kvq__gpu_uuid_text(gpu),
         words    ? "timeline words"
         : events ? "events"
@@ -222,10 +222,8 @@ static void check_queues(struct findings *f, const struct kvq__server *s,
                : "engines that attend in their own context (kvq_local_open) wait once a step "
                  "instead of once a layer",
         "%s has %u hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, and "
-        "CUDA_DEVICE_MAX_COPY_CONNECTIONS "
-        "if that is less): the requests of %u clients are ordered on streams; further ones get the "
-        "same answers, but wait on the host for each "
-        "request",
+        "CUDA_DEVICE_MAX_COPY_CONNECTIONS if that is less): the requests of %u clients are ordered "
+        "on streams; further ones get the same answers, but wait on the host for each request",
         kvq__gpu_uuid_text(gpu), queues, clients);
 }
 
@@ -240,9 +238,8 @@ static void check_mps(struct findings *f)
                "(kvq_local_open)"
              : "let engines attend in their own context (kvq_local_open), one hop a step; MPS "
                "(nvidia-cuda-mps-control -d) helps as well, but ties engines' and daemon's fates",
-        runs ? "MPS seems to run: kernels run side by side, but a fault in one process, or a kill "
-               "-9 "
-               "of one with work in flight, can end the GPU work of all, the daemon's too"
+        runs ? "MPS seems to run: kernels run side by side, but a fault in one process, or a "
+               "kill -9 of one with work in flight, can end the GPU work of all, the daemon's too"
              : "MPS does not seem to run (no CUDA_MPS_PIPE_DIRECTORY nor /tmp/nvidia-mps, which a "
                "service with a /tmp of its own does not see): daemon and engines take turns on a "
                "GPU, which costs time at every change");
@@ -270,13 +267,13 @@ static void check_gpus(struct findings *f, const struct kvq__server *s)
 
 static const char *what_mends(int status)
 {
-    return status == KVQ_E_NO_SPACE ? "drop saved sessions (kvqctl session drop) and kvqctl "
-                                      "storage compact; or free some of the disk, or raise "
-                                      "storage_bytes, which takes a restart"
-           : status == KVQ_E_QUOTA
-               ? "kvqctl quota list shows who is at disk-bytes: raise it (kvqctl quota set), or "
-                 "drop saved sessions of that namespace"
-               : "kvqd's log says why (event=storage_failed); kvqctl storage status";
+    if (status == KVQ_E_NO_SPACE)
+        return "drop saved sessions (kvqctl session drop) and kvqctl storage compact; or free some "
+               "of the disk, or raise storage_bytes, which takes a restart";
+    if (status == KVQ_E_QUOTA)
+        return "kvqctl quota list shows who is at disk-bytes: raise it (kvqctl quota set), or drop "
+               "saved sessions of that namespace";
+    return "kvqd's log says why (event=storage_failed); kvqctl storage status";
 }
 
 static void check_saves(struct findings *f, const struct kvq__server *s)

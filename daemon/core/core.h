@@ -164,8 +164,8 @@ enum kvq__on_detach {
     KVQ__DETACH_DEFAULT = 0,
     KVQ__DETACH_DROP = 1,
     KVQ__DETACH_KEEP = 2,
-    KVQ__DETACH_SAVE =
-        3, // keep, and save: only where struct kvq__core_config says that somebody does
+    // Keep, and save: only where struct kvq__core_config says that somebody does.
+    KVQ__DETACH_SAVE = 3,
 };
 
 // Tokens that stand for an image or for audio: the same ids mean something else with another one.

@@ -99,9 +99,7 @@ static void check_directory(struct report *report, const struct kvq__ctl *ctl)
     const char *dir = ctl->runtime_dir;
     if (stat(dir, &st) != 0)
         add(report, "directory", LEVEL_PROBLEM,
-            "start kvqd, or name its directory with "
-            "--runtime-dir",
-            "%s: %s", dir, strerror(errno));
+            "start kvqd, or name its directory with --runtime-dir", "%s: %s", dir, strerror(errno));
     else if (!S_ISDIR(st.st_mode))
         add(report, "directory", LEVEL_PROBLEM, "name another one with --runtime-dir",
             "%s is not a directory", dir);
