@@ -621,6 +621,20 @@ static void test_formats(void **state)
     assert_non_null(strstr(out, "state       on disk, pinned, 2 readers\n"));
 }
 
+// A key has no namespace: what a command would do there, no preview guesses.
+static void test_previews_by_key(void **state)
+{
+    struct fixture *f = *state;
+    static const char *const words[] = {"session drop a", "session pull a", "remote remove a",
+                                        "session export a /b"};
+    char out[1024], line[128];
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        snprintf(line, sizeof line, "%s --dry-run --connect 127.0.0.1:1", words[i]);
+        assert_int_equal(run(f, line, out, sizeof out), 2);
+        assert_non_null(strstr(out, "name the session's, --namespace NAME\n"));
+    }
+}
+
 // One is one session, and two are two sessions.
 static void test_numbers(void **state)
 {
@@ -739,6 +753,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_end_of_the_daemon, setup, teardown),
         cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),
         cmocka_unit_test_setup_teardown(test_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_previews_by_key, setup, teardown),
         cmocka_unit_test_setup_teardown(test_numbers, setup, teardown),
         cmocka_unit_test_setup_teardown(test_cut_lists, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pages, setup, teardown),

@@ -128,6 +128,12 @@ int kvq__ctl_run_named(struct kvq__ctl *ctl, const struct kvq__ctl_command *comm
     ctl->places = command->places;
     ctl->named = ctl->places ? args[0] : NULL;
     ctl->whole_name = command->whole_name;
+    // The daemon says so of the command itself; a preview puts lists together, and would look at
+    // the sessions of whoever has this user's number there.
+    if (ctl->dry_run && ctl->named && *ctl->named != '#' && ctl->connect && !ctl->ns)
+        return kvq__ctl_bad_usage("a key has no namespace of its own: with --connect name the "
+                                  "session's, --namespace NAME",
+                                  NULL);
     kvq__ctl_run *run = ctl->dry_run ? command->preview : command->run;
     int result = run(ctl, args);
     if (!ctl->full_name)
