@@ -6,7 +6,7 @@
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/table.h"
 
-enum { COMMAND_WIDTH = 24, OPTION_WIDTH = 18, LINE_WIDTH = 92 };
+enum { COMMAND_WIDTH = 24, OPTION_WIDTH = 19, LINE_WIDTH = 92 };
 
 const char *kvq__ctl_words(const struct kvq__ctl_command *command)
 {
@@ -165,6 +165,6 @@ int kvq__ctl_bad_command(const struct kvq__ctl_command *command, const char *wha
 int kvq__ctl_bad_usage(const char *what, const char *value)
 {
     fprintf(stderr, "kvqctl: %s%s%s\nkvqctl --help lists the commands and options.\n", what,
-            value ? " " : "", value ? value : "");
+            value ? " " : "", value ? kvq__ctl_clean(value) : "");
     return KVQ_EXIT_USAGE;
 }

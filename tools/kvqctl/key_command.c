@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keys for the daemon's control port: kvqctl key make, kvqctl key show. They ask no daemon.
-#include <cjson/cJSON.h>
+#include <cJSON.h>
 #include <pwd.h>
 #include <stdio.h>
 #include <string.h>
