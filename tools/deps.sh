@@ -20,7 +20,7 @@ kvq_build_packages=(
 )
 kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
-    libsimde-dev python3-yaml ccache
+    libsimde-dev python3-yaml ccache ninja-build
 )
 kvq_wheel_packages=(python3-venv)
 kvq_deb_packages=(dpkg-dev file)

@@ -75,21 +75,29 @@ compiler_cache() {
     launchers=("-DCMAKE_C_COMPILER_LAUNCHER=ccache" "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
 }
 
+# configure PRESET [OPTION...]: for Ninja, since make starts cmake for each file and each target. A
+# folder that make has built stays with it.
+configure() {
+    local preset=$1 launchers generator=()
+    shift
+    compiler_cache
+    command -v ninja >/dev/null && [ ! -e "build/$preset/CMakeCache.txt" ] && generator=(-G Ninja)
+    step 120 cmake --preset "$preset" "${generator[@]}" "${launchers[@]}" "$@"
+}
+
 # build PRESET [TARGET...]: configures and builds build/PRESET. Counts only a failure, or with no
 # test to follow (count=1) the build as one test.
 build() {
-    local preset=$1 targets=() options=() launchers
+    local preset=$1 targets=() options=()
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
-    compiler_cache
-    options=("${launchers[@]}")
     [ "$preset" = test ] && options+=(-DKVQ_PORTABLE=ON) # tests/gpu/gpu_pack.py moves it
     [ "$preset" = asan ] && [ "$full" = 1 ] && options+=(-DKVQ_SANITIZE_VECTORS=ON)
     # CI compiles the GPU kernels and counts their instructions, for one architecture, another one
     # with every commit: nvcc takes minutes for each.
     [ "$preset" = test ] && [ "${CI:-}" = true ] &&
         options+=(-DKVQ_CUDA=ON "-DKVQ_CUDA_ARCHITECTURES=$(architectures)")
-    if step 120 cmake --preset "$preset" "${options[@]}" &&
+    if configure "$preset" "${options[@]}" &&
         step 900 cmake --build "build/$preset" -j "$jobs" "${targets[@]}"; then
         count_pass
     else
@@ -301,10 +309,10 @@ part_asan() {
     if [ $full = 1 ]; then
         which=(-E '_by_(events|host)$|_in_99k$')
     else
-        step 120 cmake --preset asan
+        configure asan
         mapfile -t targets < <(comm -12 <(cmake --build build/asan --target help |
-            sed -n 's/^\.\.\. \([a-z0-9_]*\).*/\1/p' | sort -u) <(ctest --test-dir build/asan \
-            -N -L fast | sed -n 's/^ *Test *#[0-9]*: //p' | sort -u))
+            sed -En 's/^(\.\.\. )?([a-z0-9_]+)(:? .*)?$/\2/p' | sort -u) <(ctest \
+            --test-dir build/asan -N -L fast | sed -n 's/^ *Test *#[0-9]*: //p' | sort -u))
         targets+=(kvqd kvqctl kvq kvq-bench kvq-run kvq_soft_driver test_soft_order gpu_cost_plan)
     fi
     build asan "${targets[@]}" || return
@@ -316,7 +324,7 @@ part_asan() {
 # Builds only the tests that run, with what they depend on.
 part_tsan() {
     local tests
-    step 120 cmake --preset tsan
+    configure tsan
     tests=$(ctest --test-dir build/tsan -N -L threads | sed -n 's/^ *Test *#[0-9]*: //p')
     # shellcheck disable=SC2086
     build tsan $tests || return

@@ -115,6 +115,13 @@ class Builds(Scripts):
         self.assertEqual([x.split()[:2] for x in self.notes() if "cmake" in x],
                          [["cmake", "--preset"]])
 
+    def test_generator(self):
+        """Ninja, and what has made a folder goes on with it."""
+        self.parts("build test; touch build/test/CMakeCache.txt; build test; build asan")
+        made = [x.split() for x in self.notes() if x.startswith("cmake --preset")]
+        self.assertEqual([x[2] for x in made], ["test", "test", "asan"])
+        self.assertEqual(["Ninja" in x for x in made], [True, False, True])
+
 
 class Counting(Scripts):
     def test_failures(self):
