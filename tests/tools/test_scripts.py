@@ -138,6 +138,20 @@ class Counting(Scripts):
                          ["a well", "b well", "c fails", "d fails", "e fails",
                           "6 passed, 6 failed, 1 skipped"], done.stderr)
 
+    def test_format(self):
+        """Each file is a test, and the one that fails is told."""
+        self.program("clang-format-14",
+                     "#!/bin/sh\ncase \" $* \" in *\" bad.c \"*) exit 1 ;; esac\n")
+        for bad, said in (("", "3 passed, 0 failed"), ("bad.c", "3 passed, 1 failed")):
+            done = self.parts(f"""
+                sources() {{ printf '%s\\n' a.c {bad} b.c c.c; }}
+                part_format
+                echo "$passed passed, $failed failed"
+                """)
+            self.assertEqual(done.stdout.splitlines()[-1], said, done.stderr)
+            self.assertEqual([x.split()[1:3] for x in done.stdout.splitlines()[:-1]],
+                             [["bad.c:", "clang-format-14"]] if bad else [])
+
     def test_summary(self):
         """The total is that of the parts, also of those that have passed before, which are
         marked."""
