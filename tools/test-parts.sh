@@ -91,8 +91,11 @@ build() {
     local preset=$1 targets=() options=()
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
-    [ "$preset" = test ] && options+=(-DKVQ_PORTABLE=ON) # tests/gpu/gpu_pack.py moves it
-    [ "$preset" = asan ] && [ "$full" = 1 ] && options+=(-DKVQ_SANITIZE_VECTORS=ON)
+    case $preset-$full in
+    test-*) options+=(-DKVQ_PORTABLE=ON) ;; # tests/gpu/gpu_pack.py moves it
+    asan-1) options+=(-DKVQ_VECTOR=ON -DKVQ_SANITIZE_VECTORS=ON) ;;
+    tsan-1) options+=(-DKVQ_VECTOR=ON) ;;
+    esac
     # CI compiles the GPU kernels and counts their instructions, for one architecture, another one
     # with every commit: nvcc takes minutes for each.
     [ "$preset" = test ] && [ "${CI:-}" = true ] &&
@@ -317,6 +320,7 @@ part_asan() {
             sed -En 's/^(\.\.\. )?([a-z0-9_]+)(:? .*)?$/\2/p' | sort -u) <(ctest \
             --test-dir build/asan -N -L fast | sed -n 's/^ *Test *#[0-9]*: //p' | sort -u))
         targets+=(kvqd kvqctl kvq kvq-bench kvq-run kvq_soft_driver test_soft_order gpu_cost_plan)
+        targets+=(kvq_wide_kernels) # for clang's warnings
     fi
     build asan "${targets[@]}" || return
     ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 \

@@ -122,6 +122,16 @@ class Builds(Scripts):
         self.assertEqual([x[2] for x in made], ["test", "test", "asan"])
         self.assertEqual(["Ninja" in x for x in made], [True, False, True])
 
+    def test_sanitizers(self):
+        """Under --full with all vector kernels, else with clang's warnings about them."""
+        self.parts("for full in 1 0; do part_asan; part_tsan; done")
+        notes = self.notes()
+        for preset, n in (("asan", 1), ("tsan", 1)):
+            made = [x for x in notes if x.startswith(f"cmake --preset {preset} ")]
+            self.assertEqual(sum("-DKVQ_VECTOR=ON" in x for x in made), n, notes)
+        built = [x for x in notes if x.startswith("cmake --build build/asan -j")]
+        self.assertEqual(["kvq_wide_kernels" in x for x in built], [False, True])
+
 
 class Counting(Scripts):
     def test_failures(self):
