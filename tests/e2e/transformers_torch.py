@@ -8,8 +8,7 @@ from e2e_rig import Test, Tokens, kvq, np
 from transformers_rig import torch
 
 import kvq.local
-
-from kvq.transformers import fresh
+from kvq import fresh
 
 N = 50  # tokens of a step
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

@@ -16,8 +16,8 @@ from kvq import _ffi, plugin
 from kvq._ffi import lib
 from kvq.errors import check
 
+from ..fresh import causal, merge
 from .clients import close_retired, queue_of, shared_queue
-from .fresh import causal, merge
 from .table import refuse
 
 QUERIES = 512       # of a session in a request; more are merged with PyTorch's attention
