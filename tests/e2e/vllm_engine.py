@@ -51,6 +51,7 @@ def do(engine, job):
     done = engine.generate([{"prompt_token_ids": p} for p in job["prompts"]], ask, use_tqdm=False)
     after = counted(engine)
     return {"tokens": [list(r.outputs[0].token_ids) for r in done],
+            "ends": [r.outputs[0].finish_reason for r in done],
             "nearly": [[next_best(p) for p in r.outputs[0].logprobs] for r in done],
             "longest": longest[0], **{name: after[name] - before[name] for name in after}}
 

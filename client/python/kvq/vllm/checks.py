@@ -153,7 +153,7 @@ def overcommitted(pages, block, rows, memory):
             "stubs of one value a token and layer: kv_cache_memory_bytes, VLLM_CPU_KVCACHE_SPACE "
             "and vLLM's default count those alone. Give num_gpu_blocks_override as many pages as "
             f"kvqd's pool has tokens for (kvqctl size), less than {fit}; else vLLM never preempts, "
-            "and the engine ends with E_NO_MEMORY when the pool is full")
+            "and requests fail or begin anew (E_NO_MEMORY) when the pool is full")
 
 
 # What vLLM loads weights from, by load_format: the first of these patterns that has files. Other

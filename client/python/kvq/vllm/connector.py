@@ -11,17 +11,19 @@ import os
 import sys
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole)
+    KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole,
+    KVConnectorWorkerMetadata)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from . import BACKEND
 from .checks import check_config, model_name, options, overcommitted, refuse
-from .plan import Layers, Plan, Planner
+from .plan import Layers, Plan, Planner, Report
 
 _log = logging.getLogger("vllm.kvq")
 
 KVConnectorMetadata.register(Plan)
 KVConnectorHandshakeMetadata.register(Layers)
+KVConnectorWorkerMetadata.register(Report)
 
 
 class KvqConnector(KVConnectorBase_V1):
@@ -44,7 +46,8 @@ class KvqConnector(KVConnectorBase_V1):
             self.planner = Planner(self.asked, model_name(vllm_config, self.asked.model))
         else:
             from .worker import Worker
-            self.worker = Worker(vllm_config, self.asked)
+            policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+            self.worker = Worker(vllm_config, self.asked, policy == "recompute")
 
     @property
     def requires_kv_delivery(self):
@@ -83,6 +86,12 @@ class KvqConnector(KVConnectorBase_V1):
             return
         self.worker.finished(self._get_connector_metadata())
 
+    def get_block_ids_with_load_errors(self):
+        return self.worker.failures(self._get_connector_metadata())
+
+    def build_connector_worker_meta(self):
+        return Report(True) if self.worker.full else None
+
     def shutdown(self):
         for side in (self.planner, self.worker):
             if side is not None:
@@ -110,6 +119,11 @@ class KvqConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output):
         return self.planner.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output):
+        report = connector_output.kv_connector_worker_meta
+        if report is not None:
+            self.planner.heard(report)
 
     def reset_cache(self):
         """What reset_prefix_cache(reset_connector=True) asks for."""

@@ -37,6 +37,16 @@ class Opening:
     prefix: List[int]       # ids that are there
     model: Optional[str]    # None: nobody is to find its tokens
     salt: Optional[str]
+    page: int               # its first
+
+
+@dataclass
+class Report:
+    """What the worker tells of a step."""
+    full: bool  # kvqd had no room for somebody
+
+    def aggregate(self, other):
+        return Report(self.full or other.full)
 
 
 @dataclass
@@ -64,6 +74,7 @@ class Planner:
         self.held = {}      # of a request that waits: a session that keeps what it will begin with
         self.vain = {}      # of a request that waits: when kvqd was last asked and had nothing
         self.told = set()   # why nothing is shared, in the log already
+        self.full = None    # when kvqd last had no room for a request that runs
         self.clock = time.monotonic
         self.done = []      # held sessions whose requests begin in the step that is planned
         self.old = []       # .. that began in the step before it, which has been made
@@ -80,8 +91,11 @@ class Planner:
 
     def matched(self, request):
         """How many of a request's first tokens kvqd has. A session holds them from here on, so that
-        they are still there when the worker opens its own."""
+        they are still there when the worker opens its own. None: the request is to wait, since
+        those that run lack room already."""
         name = request.request_id
+        if self.full is not None and self.first and self.clock() - self.full < ASK_AGAIN:
+            return None
         if self.model is None or self.layers is None or request.skip_reading_prefix_cache:
             return 0
         if name not in self.held:
@@ -132,15 +146,25 @@ class Planner:
         if held is not None:
             self.done.append(held)
         self.requests[name] = request
-        self.untold.discard(name)
         self.first[name] = blocks.get_block_ids()[0][0]
-        ids = list(request.all_token_ids)
-        self.opened.append(Opening(name, request.num_prompt_tokens, ids[:found], self.model,
-                                   self._salt(request)))
+        self._open(name, found)
+
+    def _open(self, name, found):
+        request = self.requests[name]
+        self.untold.discard(name)
+        self.opened.append(Opening(name, request.num_prompt_tokens,
+                                   list(request.all_token_ids)[:found], self.model,
+                                   self._salt(request), self.first[name]))
+
+    def heard(self, report):
+        """What the worker tells of a step that was made."""
+        if report.full:
+            self.full = self.clock()
 
     def over(self, request):
         """A request has finished, or was given up."""
         name = request.request_id
+        self.full = None
         held = self.held.pop(name, None)
         if held is not None:
             held.close()
@@ -160,11 +184,14 @@ class Planner:
         opened = {o.request for o in self.opened}
         for name in preempted - opened:
             self.first.pop(name, None)
-        plan = Plan(self.ended | set(preempted), self.opened)
-        self.opened, self.ended = [], set()
         started = [(r.req_id, r.num_computed_tokens) for r in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
-        going = zip(cached.req_ids, cached.num_computed_tokens)
+        going = list(zip(cached.req_ids, cached.num_computed_tokens))
+        for name, at in going:
+            if at == 0 and name not in opened:  # the worker has lost it, and vLLM begins it anew
+                self._open(name, 0)
+        plan = Plan(self.ended | set(preempted), self.opened)
+        self.opened, self.ended = [], set()
         for name, at in [*started, *going]:
             count = output.num_scheduled_tokens[name]
             ids = list(self.requests[name].all_token_ids[at:at + count])

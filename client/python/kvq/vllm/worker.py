@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side: a session for each request, and the steps that go over them."""
+import itertools
+import logging
+import time
+
 import torch
 
 import kvq
 from kvq import plugin
 from kvq._ffi import lib
-from kvq.errors import check, last_text
 
 from ..memory import CODES
 from .checks import refuse
+from .step import GONE, NO_ROOM, Part, Step
 
-FULL = (kvq.Code.E_NO_MEMORY, kvq.Code.E_QUOTA, kvq.Code.E_DEADLINE)
+PATIENCE = 60.0  # seconds that a request alone in kvqd begins anew without getting any farther
+
+_log = logging.getLogger("vllm.kvq")
 
 
 class Table:
@@ -51,10 +57,19 @@ class Table:
 
 
 class Worker:
-    """Sessions of requests, and what a step of them needs."""
+    """Sessions of requests, and what a step of them needs.
 
-    def __init__(self, config, asked):
-        self.config, self.asked = config, asked
+    A request whose session kvqd refuses or gives up is lost: what vLLM has computed of it is
+    nowhere. By kv_load_failure_policy vLLM ends it with an error, or computes it anew from its
+    first token on.
+
+    recompute  vLLM computes lost requests anew
+    lost       requests without a session that vLLM has yet to end or to begin anew
+    void       requests that would be lost again each time: they go on without meaning
+    """
+
+    def __init__(self, config, asked, recompute=False):
+        self.config, self.asked, self.recompute = config, asked, recompute
         self.dtype = config.model_config.dtype
         if self.dtype not in CODES:
             refuse(f"a model of {self.dtype}", "kvqd takes float16, bfloat16 and float32",
@@ -64,10 +79,17 @@ class Worker:
         self.local = self.queue.local(max_tokens=config.model_config.max_model_len,
                                       threads=asked.threads)
         self.table = None
-        self.sessions = {}  # by request
         self.desks = plugin.Desks(self.client)
         self.step = None
         self.made = False   # the step that is planned
+        self.full = False   # somebody was refused for want of room since the step was planned
+        self.sessions = {}  # by request
+        self.pages = {}     # of each request, its first page
+        self.ages = {}      # of each request, a number that later ones have a larger one of
+        self.count = itertools.count()
+        self.lost, self.void, self.told = set(), set(), set()
+        self.reach, self.stuck = {}, {}  # tokens it once had, and since when it gets no farther
+        self.clock = time.monotonic
 
     def understand(self, caches):
         """Learns what the layers are, whose pages vLLM has made, and that kvqd serves them."""
@@ -76,7 +98,7 @@ class Worker:
         try:
             self.client.session(self.table.rows(), on_detach="drop", **self.options()).close()
         except (kvq.Error, ValueError) as error:
-            if getattr(error, "code", None) in FULL:  # maybe there is room when requests come
+            if getattr(error, "code", None) in NO_ROOM:  # maybe there is room when requests come
                 return
             refuse(f"sessions of {self.table.layers} layers with {asked}", str(error),
                    "change the options in kv_connector_extra_config, or serve this model without "
@@ -92,19 +114,45 @@ class Worker:
     def prepare(self, plan):
         """Ends and begins the sessions of a step. A request that was preempted begins anew."""
         self.abort()
-        self.made = False
+        self.made = self.full = False
         for name in plan.ended:
-            self._end(name)
+            self._forget(name)
         for opening in plan.opened:
-            self._end(opening.request)
+            name = opening.request
+            self._end(name)
+            self.lost.discard(name)
+            self.pages[name] = opening.page
+            self.ages.setdefault(name, next(self.count))
             self._open(opening)
+
+    def _forget(self, name):
+        """A request has ended, or waits again."""
+        self._end(name)
+        for some in (self.pages, self.ages, self.reach, self.stuck):
+            some.pop(name, None)
+        for some in (self.lost, self.void, self.told):
+            some.discard(name)
 
     def _end(self, name):
         session = self.sessions.pop(name, None)
-        if session is not None:
-            # Its page table stays mapped else. Of no effect where the session was not added.
-            lib.kvq_local_remove(self.local.pointer, session.handle)
+        if session is None:
+            return
+        # Its page table stays mapped else. Of no effect where the session was not added, nor for
+        # one in the step under way, whose end lets go of it.
+        handles = [session.handle]
+        self.let_go(handles)
+        try:
             session.close()
+        except kvq.Error as error:
+            if error.code not in GONE:
+                raise
+
+    def let_go(self, handles):
+        """Of the page tables of sessions that were closed."""
+        kept = {session.handle for session in self.sessions.values()}
+        for handle in handles:
+            if handle not in kept:
+                lib.kvq_local_remove(self.local.pointer, handle)
 
     def _open(self, opening):
         more = {}
@@ -112,16 +160,30 @@ class Worker:
             more = {"model": opening.model, "salt": opening.salt}
         if opening.prefix:
             more["prefix"] = opening.prefix
-        session = self.client.session(self.table.rows(), prompt_tokens=opening.prompt,
-                                      on_detach="drop", **self.options(), **more)
-        self.sessions[opening.request] = session
+        name, session = opening.request, None
+        while session is None:
+            try:
+                session = self.client.session(self.table.rows(), prompt_tokens=opening.prompt,
+                                              on_detach="drop", **self.options(), **more)
+                if session.tokens == len(opening.prefix):
+                    self.local.add(session)
+            except kvq.Error as error:
+                if session is not None:
+                    session.close()
+                if error.code not in (*NO_ROOM, kvq.Code.E_LIMIT):
+                    raise
+                victim, session = self._younger(name), None
+                self.full = True
+                if victim is None:
+                    self.lose(name, str(error))
+                    return
+                self.lose(victim, str(error))
+        self.sessions[name] = session
         if session.tokens != len(opening.prefix):
-            raise RuntimeError(f"kvq: request {opening.request} was planned with "
-                               f"{len(opening.prefix)} tokens that kvqd had; it has "
-                               f"{session.tokens} now. A namespace near its table_bytes gives up "
-                               "prefixes that are in use: raise the limit (kvqctl quota set "
-                               "NAMESPACE --table-bytes SIZE)")
-        self.local.add(session)
+            self.lose(name, f"it was planned with {len(opening.prefix)} tokens that kvqd had, "
+                            f"which has {session.tokens} now. A namespace near its table_bytes "
+                            "gives up prefixes that are in use: raise the limit (kvqctl quota set "
+                            "NAMESPACE --table-bytes SIZE)")
 
     def begin(self, plan, batch, dtype):
         """Begins the step of a forward, whose batch vLLM may have put in any order."""
@@ -129,20 +191,101 @@ class Worker:
         if len(batch.pages) != len(plan.tokens):
             raise RuntimeError(f"kvq: a forward of {len(batch.pages)} requests was planned with "
                                f"{len(plan.tokens)}")
-        sessions, ids = [], []
+        parts, ids = [], []
         for row, page in enumerate(batch.pages):
             name, at, some = plan.tokens[page]
-            session = self.sessions[name]
+            session = self.sessions.get(name)
+            if session is None and name not in self.lost | self.void:
+                raise RuntimeError(f"kvq: request {name} has no session, and was not refused one")
+            has = at if session is None else session.tokens
             new = batch.starts[row + 1] - batch.starts[row]
-            if not session.tokens == at == batch.lengths[row] - new or new != len(some):
+            if not has == at == batch.lengths[row] - new or new != len(some):
                 raise RuntimeError(
-                    f"kvq: request {name} has {session.tokens} tokens in kvqd; its plan has "
+                    f"kvq: request {name} has {has} tokens in kvqd; its plan has "
                     f"{len(some)} from {at} on, its forward {new} from {batch.lengths[row] - new}")
-            sessions.append(session)
+            parts.append(Part(name, session, at, batch.starts[row], new))
             ids += some
-        self.step = Step(self, sessions, batch.starts, ids, dtype)
+        self.step = Step(self, parts, ids, dtype)
         self.step.begin(self.local)
         return self.step
+
+    # ---- What is refused ----
+
+    def _younger(self, name):
+        """The youngest request that has tokens in kvqd, if it is to give up its room to this one:
+        so the oldest one always gets on, and then the next is the oldest."""
+        if not self.recompute:
+            return None
+        some = [n for n, s in self.sessions.items() if s.tokens and self.ages[n] > self.ages[name]]
+        return max(some, key=self.ages.get, default=None)
+
+    def victim_for(self, refused):
+        """Of (part, code, text): who gives up its room to the oldest one that there was none for.
+        """
+        lacking = [part.name for part, code, _ in refused if code in NO_ROOM]
+        return self._younger(min(lacking, key=self.ages.get)) if lacking else None
+
+    def refused(self, part, code, text):
+        """kvqd has not taken a request's tokens, or no more of them."""
+        if code == kvq.Code.E_NONFINITE:
+            self._poisoned(part.name, text)
+        elif code in NO_ROOM:
+            self.full = True
+            if self._hopeless(part.name):
+                self._end_meaning(part.name, f"{text}. It is alone in kvqd, and has begun anew for "
+                                  f"{PATIENCE:.0f} seconds")
+            else:
+                self.lose(part.name, text)
+        elif code in GONE:
+            self.lose(part.name, text)
+        else:
+            raise kvq.Error(code, text)
+
+    def _poisoned(self, name, text):
+        text = (f"{text}. This is a model in {str(self.dtype)[6:]}: where float16 is too small for "
+                "a model's values, start with dtype=\"bfloat16\"")
+        if self.recompute:  # which would be the same again
+            self._end_meaning(name, text)
+        else:
+            self.lose(name, text)
+
+    def lose(self, name, text):
+        """Gives up what kvqd has of a request. vLLM is told behind the next step that its tokens
+        do not begin with."""
+        self._end(name)
+        self.lost.add(name)
+        self.stuck.setdefault(name, self.clock())
+        if name not in self.told:
+            self.told.add(name)
+            says = "kvq: request %s begins anew, as often as need be: %s" if self.recompute else \
+                "kvq: request %s ends with an error: %s"
+            _log.warning(says, name, text)
+
+    def _end_meaning(self, name, text):
+        self._end(name)
+        self.void.add(name)
+        _log.error("kvq: request %s goes on without meaning: %s", name, text)
+
+    def _hopeless(self, name):
+        others = any(s.tokens for n, s in self.sessions.items() if n != name)
+        since = self.stuck.get(name)
+        return (self.recompute and not others and since is not None and
+                self.clock() - since > PATIENCE)
+
+    def progress(self, parts):
+        """A step begins."""
+        for part in parts:
+            end, has = part.at + part.count, part.session is not None or part.at == 0
+            if has and end > self.reach.get(part.name, 0):
+                self.reach[part.name] = end
+                self.stuck.pop(part.name, None)
+
+    def failures(self, plan):
+        """First pages of lost requests. vLLM takes no token of these, and ends them or begins them
+        anew. It looks at pages that had tokens before the step alone: those that begin in this step
+        get their outputs all the same, and are told of behind the next one."""
+        begin = {name for name, at, _ in plan.tokens.values() if at == 0}
+        return {self.pages[name] for name in self.lost - begin}
 
     def finished(self, plan):
         """A forward has ended; with an open step if it failed, or left layers out."""
@@ -161,53 +304,3 @@ class Worker:
     def close(self):
         self.step = None  # kvqd gives it up with the client
         self.client.close()
-
-
-class Step(plugin.Step):
-    """Of a forward. All of its requests have tokens in it."""
-
-    def __init__(self, worker, sessions, starts, ids, dtype):
-        counts = [b - a for a, b in zip(starts, starts[1:])]
-        super().__init__(worker.queue, counts, starts[-1] <= plugin.NEAR_ROWS)
-        self.worker, self.sessions = worker, sessions
-        desk = worker.desks.of(worker.table, dtype, worker.table.layers if self.near else 1,
-                               self.total, self.total)
-        self.prepare(desk, sessions, counts, counts, torch.tensor(ids, dtype=torch.int32))
-
-    def begin(self, local):
-        super().begin(local)
-        self._check()
-
-    def attend(self, name, query, key, value, output):
-        """Hands over K and V of a layer, [tokens][heads][dim], and attends into `output`."""
-        layer, total, desk = self.worker.table.numbers[name], self.total, self.desk
-        if layer != self.next:
-            raise RuntimeError(f"kvq: layer {layer} ({name}) attends where {self.next} was "
-                               "expected")
-        for kept, given in zip(self.kept(layer), (key, value)):
-            kept.copy_(given[:total])
-        desk.queries[:total].copy_(query[:total])
-        self.ask(layer)
-        self._check()
-        output[:total].copy_(desk.out[:total])
-        self.next += 1
-        if self.next == self.worker.table.layers:
-            self._commit()
-
-    def _commit(self):
-        check(self.end())
-        self._check()
-        for session, new in zip(self.sessions, self.counts):
-            session.tokens += new
-        self.worker.step, self.worker.made = None, True
-
-    def _check(self):
-        if not self.failed():
-            return
-        at = int((self.status != 0).argmax())
-        if self.status[at] != kvq.Code.E_NONFINITE:
-            check(0, self.entries)
-        (name,) = (n for n, s in self.worker.sessions.items() if s is self.sessions[at])
-        raise kvq.Error(kvq.Code.E_NONFINITE, f"{last_text()}. This is request {name}, "
-                        f"of a model in {str(self.worker.dtype)[6:]}: where float16 is too small "
-                        "for a model's values, start with dtype=\"bfloat16\"", self.entries)
