@@ -270,6 +270,20 @@ class Full(Rig):
                     engine.close()
                     self.doCleanups()
 
+    def test_no_more_fail_than_must(self):
+        """Of three that lack room at once the youngest fails, whose room is enough for two."""
+        for count in (1, 90):  # in this process, and through the daemon
+            with self.subTest(count=count), self.says():
+                engine, some = self.pair(False, 256)
+                some.append(engine.ask("youngest", ids(900, 7), 256))
+                self.near(engine.step([(some[2], None)]))
+                self.limited("host-bytes", more=0)
+                self.near(engine.step([(r, count) for r in some]))
+                self.assertEqual(engine.failed, {"youngest"})
+                self.assertTrue(engine.worker.full)
+                engine.close()
+                self.doCleanups()
+
     def limited(self, limit, bytes=0, more=None):
         """Sets a limit of the namespace, or one of so much more than it uses."""
         if not self.daemon.ctl("quota", "list"):  # a namespace is there from its first session on

@@ -221,8 +221,11 @@ class Worker:
 
     def victim_for(self, refused):
         """Of (part, code, text): who gives up its room to the oldest one that there was none for.
-        """
+        Where that is an error, only those pay who lack room themselves, the youngest first."""
         lacking = [part.name for part, code, _ in refused if code in NO_ROOM]
+        self.full |= bool(lacking)
+        if len(lacking) > 1 and not self.recompute:
+            return max(lacking, key=self.ages.get)
         return self._younger(min(lacking, key=self.ages.get)) if lacking else None
 
     def refused(self, part, code, text):
