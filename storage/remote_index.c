@@ -267,27 +267,31 @@ static int split_fields(char *line, char **fields, int most)
     return n;
 }
 
-static bool read_parts(struct lines *r, const char *text, size_t n, struct kvq__index *x)
+static int read_parts(struct lines *r, const char *text, size_t n, struct kvq__index *x)
 {
     uint64_t part_bytes;
     uint8_t sha[KVQ__SHA_BYTES];
+    int rc;
     if (!next_number(r, "bytes ", INT64_MAX, &x->bytes) ||
         !next_number(r, "part ", MAX_CHUNK_BYTES, &part_bytes) || x->bytes == 0 ||
-        part_bytes == 0 || (x->bytes - 1) / part_bytes >= KVQ_REMOTE_MAX_PARTS ||
-        kvq__sha256(text, n, sha) != 0)
-        return false;
+        part_bytes == 0 || (x->bytes - 1) / part_bytes >= KVQ_REMOTE_MAX_PARTS)
+        return KVQ_E_DAMAGED;
+    if ((rc = kvq__sha256(text, n, sha)) != 0)
+        return rc;
     x->n_packs = 1;
     x->packs[0].bytes = x->bytes;
     kvq__sha_hex(sha, x->packs[0].digest);
     for (uint64_t at = 0; at < x->bytes; at += part_bytes) {
         struct kvq__chunk *c = next_chunk(x);
-        if (!c || !next_line(r) || !read_sha(r->line, c->sha))
-            return false;
+        if (!c)
+            return KVQ_E_NO_MEMORY;
+        if (!next_line(r) || !read_sha(r->line, c->sha))
+            return KVQ_E_DAMAGED;
         c->pack = 0;
         c->at = at;
         c->size = x->bytes - at < part_bytes ? x->bytes - at : part_bytes;
     }
-    return true;
+    return 0;
 }
 
 static bool read_pack_line(struct lines *r, struct kvq__pack *pack)
@@ -315,24 +319,26 @@ static bool read_chunk_line(struct lines *r, const struct kvq__index *x, struct 
     return c->size > 0 && c->at <= all && c->size <= all - c->at;
 }
 
-static bool read_packs(struct lines *r, struct kvq__index *x)
+static int read_packs(struct lines *r, struct kvq__index *x)
 {
     uint64_t packs, chunks, sum = 0;
     if (!next_number(r, "bytes ", INT64_MAX, &x->bytes) || x->bytes == 0 ||
         !next_number(r, "packs ", KVQ__INDEX_PACKS, &packs))
-        return false;
+        return KVQ_E_DAMAGED;
     for (; x->n_packs < packs; x->n_packs++)
         if (!read_pack_line(r, &x->packs[x->n_packs]))
-            return false;
+            return KVQ_E_DAMAGED;
     if (!next_number(r, "chunks ", KVQ__INDEX_CHUNKS, &chunks))
-        return false;
+        return KVQ_E_DAMAGED;
     for (uint64_t i = 0; i < chunks; i++) {
         struct kvq__chunk *c = next_chunk(x);
-        if (!c || !read_chunk_line(r, x, c))
-            return false;
+        if (!c)
+            return KVQ_E_NO_MEMORY;
+        if (!read_chunk_line(r, x, c))
+            return KVQ_E_DAMAGED;
         sum += c->size; // at most 2^15 times 2^28
     }
-    return sum == x->bytes;
+    return sum == x->bytes ? 0 : KVQ_E_DAMAGED;
 }
 
 int kvq__index_read(const char *text, size_t n, struct kvq__index *index, const char **why)
@@ -347,8 +353,14 @@ int kvq__index_read(const char *text, size_t n, struct kvq__index *index, const 
         *why = "it was pushed by a newer version of kvq; pull it with that version";
         return KVQ_E_VERSION;
     }
-    if ((version == 1 ? read_parts(&r, text, n, index) : read_packs(&r, index)) && is_end(&r))
-        return 0;
-    kvq__index_free(index);
-    return KVQ_E_DAMAGED;
+    int rc = version == 1 ? read_parts(&r, text, n, index) : read_packs(&r, index);
+    if (rc == 0 && !is_end(&r))
+        rc = KVQ_E_DAMAGED;
+    if (rc == KVQ_E_NO_MEMORY)
+        *why = "no memory";
+    else if (rc == KVQ_E_SYSTEM)
+        *why = "its SHA-256 cannot be computed";
+    if (rc)
+        kvq__index_free(index);
+    return rc;
 }

@@ -147,12 +147,12 @@ static int look_for_packs(struct push *p)
 // What is new compared with what the head that is there names, if that can be had.
 static int plan_push(struct push *p, bool anew)
 {
-    struct kvq__index had;
+    struct kvq__index had = {0};
     const char *why;
-    bool has = !anew && p->old && kvq__index_read(p->old, p->old_bytes, &had, &why) == 0;
-    int rc = kvq__index_place(&p->index, has ? &had : NULL, &p->fresh_bytes);
-    if (has)
-        kvq__index_free(&had);
+    int rc = anew || !p->old ? 0 : kvq__index_read(p->old, p->old_bytes, &had, &why);
+    if (rc != KVQ_E_NO_MEMORY) // a head that cannot be read names nothing that could be used again
+        rc = kvq__index_place(&p->index, had.n_packs ? &had : NULL, &p->fresh_bytes);
+    kvq__index_free(&had);
     rc = rc ? kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory") : look_for_packs(p);
     if (rc == KVQ_E_NO_SESSION && !anew) // somebody has removed a pack
         return plan_push(p, true);
@@ -257,8 +257,8 @@ static int check_head(struct push *p, const char *head, size_t bytes)
     int rc = bytes > KVQ__INDEX_TEXT ? KVQ_E_LIMIT : kvq__index_read(head, bytes, &again, &why);
     if (rc == 0)
         kvq__index_free(&again);
-    if (rc == 0 || rc == KVQ_E_NO_MEMORY)
-        return rc == 0 ? 0 : kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory");
+    if (rc == 0 || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_SYSTEM)
+        return rc == 0 ? 0 : kvq__remote_say(p->call, rc, "PUT", p->keys->head, "%s", why);
     return kvq__remote_say(p->call, KVQ_E_LIMIT, "PUT", p->keys->head,
                            "the session's file of %" PRIu64 " bytes has %" PRIu32
                            " chunks, and its head would have %zu bytes; a head has at most %d "

@@ -39,7 +39,14 @@ PLAIN_TEST(chunks_can_be_read)
     free(zeros);
 }
 
-// ---- Pushing ----
+static bool no_memory;
+void *__real_realloc(void *data, size_t n);
+void *__wrap_realloc(void *data, size_t n);
+
+void *__wrap_realloc(void *data, size_t n)
+{
+    return no_memory ? NULL : __real_realloc(data, n);
+}
 
 #define HEX32 "0123456789abcdef0123456789abcdef"
 #define OLD   HEX32 HEX32
@@ -48,6 +55,26 @@ PLAIN_TEST(chunks_can_be_read)
 #define OLD_HEAD                                                                                   \
     "kvq-session 2\nbytes 20\npacks 2\n" OLD " 10\n" OLDER " 10\nchunks 2\n"                       \
     "10 0 0 " OLD "\n10 1 0 " OLDER "\nend\n"
+#define OLDEST_HEAD "kvq-session 1\nbytes 20\npart 20\n" OLD "\nend\n"
+
+// A head that finds no memory is not called damaged: the bucket is whole.
+PLAIN_TEST(a_head_without_memory)
+{
+    static const char *const heads[] = {OLD_HEAD, OLDEST_HEAD};
+    for (size_t i = 0; i < 2; i++) {
+        struct kvq__index index;
+        const char *why = "";
+        no_memory = true;
+        int rc = kvq__index_read(heads[i], strlen(heads[i]), &index, &why);
+        no_memory = false;
+        assert_int_equal(rc, KVQ_E_NO_MEMORY);
+        assert_string_equal(why, "no memory");
+        assert_int_equal(kvq__index_read(heads[i], strlen(heads[i]), &index, &why), 0);
+        kvq__index_free(&index);
+    }
+}
+
+// ---- Pushing ----
 
 enum { SMALL = 1000, CANCELLED_BYTES = 1 << 20 };
 #define SMALL_THERE OK "Content-Length: 1000\r\n\r\n"
