@@ -13,6 +13,7 @@
 
 #include "proto/status.h"
 #include "storage/codebook_internal.h"
+#include "storage/io.h"
 
 // ---- In memory ----
 
@@ -169,20 +170,6 @@ static int write_book(int fd, const struct kvq_codebook *book, const struct kvq_
     return rc;
 }
 
-// So that the new name survives a crash, too. A file system that cannot do it is no failure.
-static void sync_book_folder(const char *path)
-{
-    char folder[PATH_MAX] = ".";
-    const char *slash = strrchr(path, '/');
-    if (slash)
-        snprintf(folder, sizeof folder, "%.*s", slash == path ? 1 : (int)(slash - path), path);
-    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0)
-        return;
-    fsync(fd);
-    close(fd);
-}
-
 // Opens the file beside path that will be renamed over path; its name goes to temporary.
 static int open_beside(const char *path, char temporary[PATH_MAX], int *fd,
                        const struct kvq__complaint *c)
@@ -214,8 +201,8 @@ static int write_book_file(const struct kvq_codebook *book, const char *path,
         rc = kvq__complain(c, KVQ_E_SYSTEM, "cannot be put in place: %s", strerror(errno));
     if (rc)
         unlink(temporary);
-    else
-        sync_book_folder(path);
+    else // a file system that cannot do it is no failure
+        (void)kvq_io_sync_parent(kvq_io_posix(), path);
     return rc;
 }
 

@@ -158,6 +158,32 @@ int kvq_io_sync_parent(struct kvq_io *io, const char *path)
     return kvq_io_sync_dir(io, folder);
 }
 
+static int write_new_file(struct kvq_io *io, const char *path, const void *data, size_t n)
+{
+    int rc = kvq_io_unlink(io, path); // of a process that was killed
+    int file = rc && rc != -ENOENT ? rc : kvq_io_open(io, path, KVQ_IO_WRITE | KVQ_IO_NEW);
+    if (file < 0)
+        return file;
+    rc = kvq_io_write(io, file, data, n, 0);
+    rc = rc ? rc : kvq_io_sync(io, file);
+    io->close(io, file);
+    return rc;
+}
+
+int kvq_io_replace(struct kvq_io *io, const char *path, const void *data, size_t n, bool *placed)
+{
+    char fresh[4096];
+    *placed = false;
+    if ((size_t)snprintf(fresh, sizeof fresh, "%s.new", path) >= sizeof fresh)
+        return -ENAMETOOLONG;
+    int rc = write_new_file(io, fresh, data, n);
+    rc = rc ? rc : kvq_io_rename(io, fresh, path);
+    *placed = rc == 0;
+    if (rc)
+        (void)kvq_io_unlink(io, fresh);
+    return rc ? rc : kvq_io_sync_parent(io, path);
+}
+
 bool kvq_io_is_full(int error)
 {
     return error == -ENOSPC || error == -EDQUOT;

@@ -101,6 +101,10 @@ int kvq_io_space(struct kvq_io *io, const char *path, uint64_t *free_bytes);
 int kvq_io_random(struct kvq_io *io, void *data, size_t n);
 // Syncs the folder that has the last name of a path, which may end with slashes or have no folder.
 int kvq_io_sync_parent(struct kvq_io *io, const char *path);
+// Puts n bytes into the file of that name, all or none: they are written and synced as PATH.new,
+// which is then renamed over what is there, and the folder is synced. 0 or a negative errno.
+// *placed says whether the file has the new bytes; with an errno they may be lost with the power.
+int kvq_io_replace(struct kvq_io *io, const char *path, const void *data, size_t n, bool *placed);
 // Whether an error says that there is no room: the disk is full, or the user's quota on it is.
 bool kvq_io_is_full(int error);
 

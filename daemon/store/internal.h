@@ -401,6 +401,6 @@ void kvq__jobs_prefix(struct kvq__task *task);
 // LOOKUP_PREFIX. Waits.
 void kvq__jobs_lookup(struct kvq__task *task);
 // The key that hashes are keyed with: the store's, made if there is none. 0 or a code with a text.
-int kvq__prefix_key(const char *folder, uint8_t key[32], char *text);
+int kvq__prefix_key(struct kvq_io *io, const char *folder, uint8_t key[32], char *text);
 
 #endif

@@ -7,7 +7,6 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -30,10 +29,10 @@ static struct kvq_checksum checksum_of(const struct key_file *file)
     return kvq_checksum(file, offsetof(struct key_file, check));
 }
 
-static int complain(const char *path, const char *what, char *text)
+static int complain(const char *path, const char *what, int error, char *text)
 {
     snprintf(text, KVQ_TEXT_BYTES, "the key of prefixes, %.300s, cannot be %s: %s", path, what,
-             strerror(errno));
+             strerror(-error));
     return KVQ_E_SYSTEM;
 }
 
@@ -51,13 +50,13 @@ static int read_key(const char *path, uint8_t *key, char *text)
     char quoted[KVQ_CONFIG_PATH + 64];
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0)
-        return errno == ENOENT ? 1 : complain(path, "opened", text);
+        return errno == ENOENT ? 1 : complain(path, "opened", -errno, text);
     int rc = 0;
     if (fstat(fd, &status) == 0 && (status.st_mode & 077) && fchmod(fd, 0600) < 0)
-        rc = complain(path, "kept from others (mode 0600)", text);
+        rc = complain(path, "kept from others (mode 0600)", -errno, text);
     ssize_t got = rc ? 0 : read(fd, &file, sizeof file);
     if (got < 0)
-        rc = complain(path, "read", text);
+        rc = complain(path, "read", -errno, text);
     bool whole = got == sizeof file && read(fd, &more, sizeof more) == 0 && is_whole(&file);
     close(fd);
     if (rc == 0 && whole)
@@ -71,58 +70,30 @@ static int read_key(const char *path, uint8_t *key, char *text)
     return rc ? rc : !whole;
 }
 
-static int write_key_file(int fd, const struct key_file *file)
-{
-    ssize_t put = write(fd, file, sizeof *file);
-    if (put >= 0 && put != sizeof *file)
-        errno = ENOSPC;
-    return put == sizeof *file ? fsync(fd) : -1;
-}
-
-static int sync_folder(const char *folder)
-{
-    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int rc = fd < 0 ? -1 : fsync(fd);
-    if (fd >= 0)
-        close(fd);
-    return rc;
-}
-
 // A new one, in its place only when it is durable.
-static int make_key(const char *folder, const char *path, const uint8_t *key, char *text)
+static int make_key(struct kvq_io *io, const char *path, uint8_t *key, char *text)
 {
-    char temporary[KVQ_MAX_STORE_FOLDER + 32];
     struct key_file file = {0};
+    bool placed;
+    int rc = kvq_io_random(io, file.key, KEY_BYTES);
+    if (rc < 0)
+        return complain(path, "made up", rc, text);
     memcpy(file.magic, magic, sizeof file.magic);
-    memcpy(file.key, key, KEY_BYTES);
     file.check = checksum_of(&file);
-    snprintf(temporary, sizeof temporary, "%s.new", path);
-    (void)unlink(temporary);
-    int fd = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd < 0)
-        return complain(path, "made", text);
-    int rc = write_key_file(fd, &file);
-    close(fd);
-    if (rc == 0 && (rc = rename(temporary, path)) == 0)
-        rc = sync_folder(folder);
-    return rc < 0 ? complain(path, "written", text) : 0;
+    rc = kvq_io_replace(io, path, &file, sizeof file, &placed);
+    if (rc < 0)
+        return complain(path, "written", rc, text);
+    memcpy(key, file.key, KEY_BYTES);
+    return 0;
 }
 
-int kvq__prefix_key(const char *folder, uint8_t key[32], char *text)
+int kvq__prefix_key(struct kvq_io *io, const char *folder, uint8_t key[32], char *text)
 {
     char path[KVQ_MAX_STORE_FOLDER + 24];
-    uint8_t fresh[KEY_BYTES];
     if ((size_t)snprintf(path, sizeof path, "%s/prefix.key", folder) >= sizeof path) {
         snprintf(text, KVQ_TEXT_BYTES, "the folder's name is too long");
         return KVQ_E_INVALID;
     }
     int rc = read_key(path, key, text);
-    if (rc <= 0)
-        return rc;
-    if (getrandom(fresh, sizeof fresh, 0) != sizeof fresh)
-        return complain(path, "made up", text);
-    rc = make_key(folder, path, fresh, text);
-    if (rc == 0)
-        memcpy(key, fresh, sizeof fresh);
-    return rc;
+    return rc <= 0 ? rc : make_key(io, path, key, text);
 }

@@ -12,8 +12,6 @@
 #include "daemon/config/grammar.h"
 #include "proto/status.h"
 
-#define NEW_FILE KVQ__QUOTA_FILE ".new"
-
 static const char *const keys[KVQ__LIMITS] = {
     [KVQ__HOST_BYTES] = "host_bytes",   [KVQ__DEVICE_BYTES] = "device_bytes",
     [KVQ__DISK_BYTES] = "disk_bytes",   [KVQ__SESSIONS] = "max_sessions",
@@ -178,22 +176,11 @@ static size_t put(char *at, size_t room, const struct kvq__override *o)
     return used;
 }
 
-static int write_new(struct kvq_io *io, const char *path, const char *contents, size_t length)
-{
-    int file = kvq_io_open(io, path, KVQ_IO_WRITE | KVQ_IO_CREATE);
-    if (file < 0)
-        return file;
-    int rc = kvq_io_truncate(io, file, 0);
-    rc = rc ? rc : kvq_io_write(io, file, contents, length, 0);
-    rc = rc ? rc : kvq_io_sync(io, file);
-    io->close(io, file);
-    return rc;
-}
-
 int kvq__quota_file_write(struct kvq_io *io, const char *folder, const struct kvq__override *all,
                           uint32_t n, char *text)
 {
-    char path[KVQ_CONFIG_PATH + 32], new_path[KVQ_CONFIG_PATH + 32];
+    char path[KVQ_CONFIG_PATH + 32];
+    bool placed;
     size_t room = sizeof header + n * (size_t)LONGEST_ENTRY, length;
     char *contents = malloc(room);
     if (!contents) {
@@ -205,13 +192,10 @@ int kvq__quota_file_write(struct kvq_io *io, const char *folder, const struct kv
         if (all[i].set)
             length += put(contents + length, room - length, &all[i]);
     snprintf(path, sizeof path, "%s/" KVQ__QUOTA_FILE, folder);
-    snprintf(new_path, sizeof new_path, "%s/" NEW_FILE, folder);
-    int rc = write_new(io, new_path, contents, length);
-    rc = rc ? rc : kvq_io_rename(io, new_path, path);
+    int rc = kvq_io_replace(io, path, contents, length, &placed);
     free(contents);
-    if (rc)
+    if (rc && !placed)
         return refuse_file(path, rc, "written, and so no limit was changed", text);
-    rc = kvq_io_sync_dir(io, folder);
     return rc ? refuse_file(path, rc,
                             "synced in its folder: it has the new limits, which do not hold before "
                             "kvqd starts again, and may be lost with the power; set them again",

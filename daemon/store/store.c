@@ -131,7 +131,7 @@ static void use_key(struct kvq__jobs *jobs)
     const char *folder = jobs->server->config.storage_dir;
     char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16], dir[KVQ_CONFIG_PATH + 16];
     uint8_t key[KVQ_PREFIX_BYTES];
-    if (kvq__prefix_key(folder, key, text) == 0)
+    if (kvq__prefix_key(kvq_io_posix(), folder, key, text) == 0)
         kvq__core_prefix_key(jobs->server->core, key);
     else
         kvq__log(KVQ_LOG_WARN, "prefix_key",

@@ -120,6 +120,7 @@ static void fails(int error, int code)
     assert_says(text, path);
     assert_says(text, "no limit was changed");
     disk.fail_write = 0;
+    assert_int_equal(kvq_io_open(&disk.io, "/q/" KVQ__QUOTA_FILE ".new", KVQ_IO_READ), -ENOENT);
     assert_int_equal(read_file(), 1);
     assert_true(same(&read_back[0], &old));
 }
