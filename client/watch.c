@@ -14,7 +14,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "kernels/pool.h"
+#include "kernels/thread.h"
 
 enum { AGAIN_MS = 5 };
 

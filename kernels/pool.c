@@ -16,12 +16,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #include "kernels/internal.h"
 #include "kernels/pool.h"
+#include "kernels/thread.h"
 
 enum {
     SPINS = 4000,                        // about 50 us; longer than it takes to prepare a job
@@ -174,19 +174,6 @@ static void choose_cpus(struct kvq_pool *pool)
             pool->workers[n++].cpu = cpu;
     pool->pinned = true;
     pin(pthread_self(), pool->workers[0].cpu);
-}
-
-int kvq_thread_start(pthread_t *thread, void *(*run)(void *arg), void *arg)
-{
-    static const int own[] = {SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTRAP};
-    sigset_t others, before;
-    sigfillset(&others);
-    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
-        sigdelset(&others, own[i]);
-    pthread_sigmask(SIG_SETMASK, &others, &before);
-    int error = pthread_create(thread, NULL, run, arg);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
 }
 
 static int start_worker(struct kvq_pool *pool, struct worker *w)

@@ -8,17 +8,11 @@
 #ifndef KVQ_KERNELS_POOL_H
 #define KVQ_KERNELS_POOL_H
 
-#include <pthread.h>
-
 #include "kernels/kernels.h"
 
 enum { KVQ_POOL_MAX_THREADS = 256 };
 
 struct kvq_pool;
-
-// Starts a thread that no signal is delivered to but those that its own faults raise (SIGSEGV, ..):
-// the others are for the program's threads. 0 or an errno.
-int kvq_thread_start(pthread_t *thread, void *(*run)(void *arg), void *arg);
 
 // Makes a pool of `threads` threads (1 to KVQ_POOL_MAX_THREADS), the first of which is the caller.
 // `pinned` binds each thread to a CPU of its own, as far as the process may use so many CPUs, and

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/thread.h"
 #include "proto/status.h"
 #include "storage/store_internal.h"
 
@@ -114,15 +115,15 @@ static int read_windows(struct many *m, size_t *done, char *text, size_t n)
     while (now->count > 0 && rc == KVQ_OK) {
         pthread_t thread;
         choose_window(m, next, now->first + now->count);
-        bool beside = next->file >= 0 && pthread_create(&thread, NULL, read_window, next) == 0;
+        bool beside = next->file >= 0 && kvq_thread_start(&thread, read_window, next) == 0;
         rc = copy_blocks(m, now, done, text, n);
         if (beside)
             pthread_join(thread, NULL);
         else
             (void)read_window(next);
-        struct window *free = now;
+        struct window *copied = now;
         now = next;
-        next = free;
+        next = copied;
     }
     return rc;
 }

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/thread.h"
 #include "proto/status.h"
 #include "storage/store_internal.h"
 
@@ -55,7 +56,7 @@ static int flush_buffer(struct kvq__flusher *f, int file, const uint8_t *data, s
     if (rc)
         return rc;
     if (!f->started)
-        f->started = pthread_create(&f->thread, NULL, flusher_main, f) == 0;
+        f->started = kvq_thread_start(&f->thread, flusher_main, f) == 0;
     if (!f->started) // no thread to be had: slower
         return kvq_io_write(f->io, file, data, n, at);
     pthread_mutex_lock(&f->lock);

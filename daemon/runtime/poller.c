@@ -7,7 +7,6 @@
 #include <assert.h>
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +17,7 @@
 
 #include "daemon/runtime/ports.h"
 #include "daemon/runtime/workers.h"
+#include "kernels/thread.h"
 #include "proto/sync.h"
 
 enum {
@@ -698,11 +698,7 @@ static int open_events(struct kvq__poller *p)
 
 static int start_thread(struct kvq__poller *p)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&p->thread, NULL, poller_main, p);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int error = kvq_thread_start(&p->thread, poller_main, p);
     p->started = error == 0;
     return -error;
 }

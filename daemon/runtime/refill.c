@@ -6,7 +6,6 @@
 #include <assert.h>
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +13,7 @@
 #include "daemon/core/gpu/extents.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
+#include "kernels/thread.h"
 
 // Of one GPU.
 struct filler {
@@ -74,13 +74,9 @@ static bool has_descriptor(void *context)
 
 static int start_filler(struct filler *f)
 {
-    sigset_t all, before;
     pthread_mutex_init(&f->lock, NULL);
     pthread_cond_init(&f->wake, NULL);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&f->thread, NULL, filler_main, f);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int error = kvq_thread_start(&f->thread, filler_main, f);
     if (error) {
         pthread_cond_destroy(&f->wake);
         pthread_mutex_destroy(&f->lock);

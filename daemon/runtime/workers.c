@@ -12,12 +12,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernels/kernels.h"
+#include "kernels/thread.h"
 #include "proto/sync.h"
 
 enum {
@@ -31,6 +31,7 @@ struct kvq__workers {
     struct kvq__workers_config config;
     struct kvq__work **slots;
     pthread_t *threads;
+    void **workspaces; // one a thread
     uint32_t started;
     _Alignas(128) uint32_t head;
     _Alignas(128) uint32_t tail;
@@ -38,7 +39,7 @@ struct kvq__workers {
     _Alignas(128) uint32_t sleepers;
     uint32_t wakes; // what sleepers sleep on; counts up
     uint32_t stop;
-    uint32_t next_cpu;
+    uint32_t numbers; // given to threads: the first has 1
 };
 
 void *kvq__workspace_new(void)
@@ -114,15 +115,15 @@ static void rest_worker(struct kvq__workers *w)
 static void *worker_main(void *context)
 {
     struct kvq__workers *w = context;
-    uint32_t number = kvq_word_add(&w->next_cpu, 1);
-    void *workspace = kvq__workspace_new();
+    uint32_t number = kvq_word_add(&w->numbers, 1);
+    void *workspace = w->workspaces[number - 1];
     if (w->config.pin)
         kvq__pin_thread(number);
     count_awake(w, 1);
     while (!kvq_word_load_acquire(&w->stop)) {
         struct kvq__work *work;
         uint32_t item;
-        if (workspace && kvq__workers_take(w, &work, &item)) {
+        if (kvq__workers_take(w, &work, &item)) {
             if (kvq__work_run(work, item, workspace))
                 w->config.finished(w->config.context);
         } else {
@@ -130,7 +131,6 @@ static void *worker_main(void *context)
         }
     }
     count_awake(w, -1);
-    free(workspace);
     return NULL;
 }
 
@@ -138,7 +138,6 @@ int kvq__workers_open(const struct kvq__workers_config *config, struct kvq__work
                       char *text)
 {
     assert(config->slots > 0 && config->finished);
-    sigset_t all, before;
     int error = 0;
     struct kvq__workers *w = aligned_alloc(128, (sizeof *w + 127) & ~(size_t)127);
     *out = NULL;
@@ -150,17 +149,19 @@ int kvq__workers_open(const struct kvq__workers_config *config, struct kvq__work
     w->config = *config;
     w->slots = calloc(config->slots, sizeof(struct kvq__work *));
     w->threads = calloc(config->threads + 1, sizeof(pthread_t));
-    // Signals are the loop's business: threads start with all of them blocked.
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (uint32_t i = 0; i < config->threads && w->slots && w->threads && !error; i++) {
-        error = pthread_create(&w->threads[i], NULL, worker_main, w);
+    w->workspaces = calloc(config->threads + 1, sizeof(void *));
+    if (!w->slots || !w->threads || !w->workspaces)
+        error = ENOMEM;
+    for (uint32_t i = 0; i < config->threads && !error; i++)
+        if (!(w->workspaces[i] = kvq__workspace_new()))
+            error = ENOMEM;
+    for (uint32_t i = 0; i < config->threads && !error; i++) {
+        error = kvq_thread_start(&w->threads[i], worker_main, w);
         w->started += !error;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error || !w->slots || !w->threads) {
+    if (error) {
         snprintf(text, KVQ_TEXT_BYTES, "cannot start %u workers: %s", config->threads,
-                 strerror(error ? error : ENOMEM));
+                 strerror(error));
         kvq__workers_close(&w);
         return KVQ_E_SYSTEM;
     }
@@ -179,6 +180,9 @@ void kvq__workers_close(struct kvq__workers **workers)
     for (uint32_t i = 0; i < w->started; i++)
         pthread_join(w->threads[i], NULL);
     assert(w->head == w->tail && w->started <= w->config.threads);
+    for (uint32_t i = 0; w->workspaces && i < w->config.threads; i++)
+        free(w->workspaces[i]);
+    free(w->workspaces);
     free(w->threads);
     free(w->slots);
     free(w);

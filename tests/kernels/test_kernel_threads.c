@@ -3,6 +3,7 @@
 // The same bits however the work is spread: 1, 2 and 5 threads, splits in one item or in many,
 // one session alone or in a batch of 64, tiles of one query or of many, blocks of its own or shared
 // with others. Every instruction set, both paths.
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
