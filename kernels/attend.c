@@ -67,14 +67,9 @@ static bool is_rotated(const struct kvq_attend *a)
     return kvq__v_rotation(a->format, a->shape) != KVQ_ROTATE_NONE;
 }
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 uint32_t kvq__tile_rows(const struct kvq_attend *a, const struct kvq_attend_plan *plan)
 {
-    return min_u32(a->q_tokens, plan->tile_tokens) * gqa_of(a->shape);
+    return kvq__min_u32(a->q_tokens, plan->tile_tokens) * gqa_of(a->shape);
 }
 
 // Floats of m (or l) of one partial of tiles of so many rows; keeps what follows aligned to 64
@@ -109,7 +104,7 @@ static uint32_t heads_at_once(const struct kvq_attend *a, const struct kvq_atten
 {
     if (plan->tall || kvq_has_centroids(a->format))
         return 1;
-    return min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a, plan));
+    return kvq__min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a, plan));
 }
 
 // Centroids are faster by their own loops, which look products up.
@@ -356,7 +351,7 @@ static void add_span(struct item *it, const struct kvq_attend_job *job, uint32_t
     uint32_t per_tile = job->plan.tile_tokens, first = tile * per_tile;
     struct span *s = &it->span[it->n_spans++];
     *s = (struct span){.job = job, .tile = tile, .first_token = first, .first_row = it->rows};
-    s->tokens = min_u32(per_tile, job->call.q_tokens - first);
+    s->tokens = kvq__min_u32(per_tile, job->call.q_tokens - first);
     s->rows = s->tokens * it->gqa;
     it->rows += s->rows;
     assert(it->rows * it->heads <= (it->tall ? (uint32_t)KVQ__TALL_ROWS : (uint32_t)KVQ_TILE_ROWS));
@@ -442,7 +437,7 @@ static void prepare(struct item *it)
         prepare_tile(it, lane, h * it->rows);
         prepare_queries(it, lane, head);
         it->fast = a->path == KVQ_PATH_FAST && it->packs && it->k->has_fast &&
-                   it->k->has_fast(&lane->codec, min_u32(it->rows, KVQ_TILE_ROWS));
+                   it->k->has_fast(&lane->codec, kvq__min_u32(it->rows, KVQ_TILE_ROWS));
         if (it->fast && !it->tall)
             it->k->prepare_fast(&lane->tile);
     }
@@ -564,8 +559,8 @@ static void attend_shared(const struct kvq_kernels *k, const struct kvq_attend_j
     const struct kvq_attend_plan *p = &job->plan;
     uint32_t split = index % p->first_split, rest = index / p->first_split;
     uint32_t stack = rest % p->stacks, head = rest / p->stacks * p->shared_heads;
-    uint32_t heads = min_u32(p->shared_heads, job->call.shape->kv_heads - head);
-    uint32_t end = min_u32((stack + 1) * p->stack_tiles, p->n_members * p->n_tiles);
+    uint32_t heads = kvq__min_u32(p->shared_heads, job->call.shape->kv_heads - head);
+    uint32_t end = kvq__min_u32((stack + 1) * p->stack_tiles, p->n_members * p->n_tiles);
     struct item it = item_of(k, job, head, heads, workspace);
     for (uint32_t i = stack * p->stack_tiles; i < end; i++)
         add_span(&it, p->members[i / p->n_tiles], i % p->n_tiles);
@@ -582,7 +577,7 @@ static void attend_own(const struct kvq_kernels *k, const struct kvq_attend_job 
     uint32_t splits = p->parallel ? p->n_splits - p->first_split : 1;
     uint32_t split = p->first_split + index % splits, rest = index / splits;
     uint32_t head = rest / p->n_tiles * p->heads;
-    uint32_t heads = min_u32(p->heads, job->call.shape->kv_heads - head);
+    uint32_t heads = kvq__min_u32(p->heads, job->call.shape->kv_heads - head);
     struct item it = item_of(k, job, head, heads, workspace);
     add_span(&it, job, rest % p->n_tiles);
     prepare(&it);

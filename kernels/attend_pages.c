@@ -6,11 +6,6 @@
 
 #include "kernels/attend.h"
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 static bool is_fresh(const struct kvq_attend *a, uint64_t position)
 {
     return position >= a->fresh_start && position - a->fresh_start < a->fresh_tokens;
@@ -31,7 +26,7 @@ static const struct kvq_page *page_of(const struct kvq_attend *a, uint64_t posit
 // How many of the 32 positions from `at` on lie below `count`.
 static uint32_t covered(uint32_t count, uint32_t at)
 {
-    return count <= at ? 0 : min_u32(count - at, KVQ_GROUP_TOKENS);
+    return count <= at ? 0 : kvq__min_u32(count - at, KVQ_GROUP_TOKENS);
 }
 
 // The rows of K or V of a raw block from token `at` on, to the end of its strip.
@@ -89,7 +84,7 @@ static bool find_group(const struct kvq__reader *r, uint64_t position, struct kv
     uint32_t held = page ? covered(page->tokens, at) : 0;
     if (held == 0)
         return true;
-    uint32_t packed = min_u32(covered(page->packed_tokens, at), held);
+    uint32_t packed = kvq__min_u32(covered(page->packed_tokens, at), held);
     g->held = (uint32_t)((UINT64_C(1) << held) - 1);
     if (!r->packs) {
         set_raw(r, packed ? page->packed : page->raw, at, 0, held, g);

@@ -70,6 +70,11 @@ struct kvq__codec {
     struct kvq__side k, v;
 };
 
+static inline uint32_t kvq__min_u32(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
 // The four levels of Lloyd-Max are whole numbers of this unit.
 #define KVQ__LLOYD2_UNIT 0.15104176f
 enum { KVQ__LLOYD2_INNER = 3, KVQ__LLOYD2_OUTER = 10 };

@@ -76,11 +76,6 @@ static void read_sink(const struct reader *r, uint32_t at, uint32_t n, float *k_
     r->k->load(r->extras.sink_v + at * dim, r->in->shape->dtype, v_out, n * dim);
 }
 
-static uint32_t min_u32(uint32_t a, uint32_t b)
-{
-    return a < b ? a : b;
-}
-
 // Tokens [at, at + n) of the page that starts at `start` and holds them all.
 static void read_page(const struct reader *r, const struct kvq_page *page, uint64_t start,
                       uint32_t at, uint32_t n, float *k_out, float *v_out)
@@ -91,9 +86,9 @@ static void read_page(const struct reader *r, const struct kvq_page *page, uint6
         uint32_t t = at + i;
         bool packed = t < page->packed_tokens;
         float *k = k_out + i * dim, *v = v_out + i * dim;
-        some = min_u32(n - i, KVQ_GROUP_TOKENS - t % KVQ_GROUP_TOKENS);
+        some = kvq__min_u32(n - i, KVQ_GROUP_TOKENS - t % KVQ_GROUP_TOKENS);
         if (packed)
-            some = min_u32(some, page->packed_tokens - t);
+            some = kvq__min_u32(some, page->packed_tokens - t);
         if (packed && !raw_format && start + t < r->in->format->sink_tokens) {
             read_sink(r, t, some, k, v);
         } else if (packed && !raw_format) {
@@ -117,10 +112,10 @@ uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *in
     for (uint32_t i = 0, some; i < n; i += some) {
         uint64_t page = (from + i) / KVQ_BLOCK_TOKENS, slot = page - in->first_page;
         uint32_t at = (uint32_t)((from + i) % KVQ_BLOCK_TOKENS);
-        some = min_u32(n - i, KVQ_BLOCK_TOKENS - at);
+        some = kvq__min_u32(n - i, KVQ_BLOCK_TOKENS - at);
         if (page < in->first_page || slot >= in->n_pages || in->pages[slot].tokens <= at)
             continue;
-        uint32_t held = min_u32(some, in->pages[slot].tokens - at);
+        uint32_t held = kvq__min_u32(some, in->pages[slot].tokens - at);
         read_page(&r, &in->pages[slot], page * KVQ_BLOCK_TOKENS, at, held,
                   k_out + (size_t)i * r.dim, v_out + (size_t)i * r.dim);
         count += held;

@@ -59,7 +59,7 @@ static cJSON *json_of_value(const ProtobufCFieldDescriptor *field, const char *a
     case PROTOBUF_C_TYPE_MESSAGE:
         return kvq_json_of_message(*(ProtobufCMessage *const *)at);
     default:
-        return cJSON_CreateNull(); // kvq.proto has no other type
+        return cJSON_CreateNull(); // no message that is printed has another type
     }
 }
 
