@@ -230,15 +230,11 @@ static int copy_from_buffer(const kvq_buffer *b, uint64_t offset, void *to, uint
         return kvq__set_error(KVQ_E_BOUNDS,
                               "capturing %s: %llu bytes at %llu reach behind the buffer's %zu",
                               name, (unsigned long long)n, (unsigned long long)offset, b->bytes);
-    if (b->data) {
-        memcpy(to, (const uint8_t *)b->data + offset, n);
-        return KVQ_OK;
-    }
     if (b->kind != KVQ__BUFFER_HOST)
         return kvq__gpu_buffer_read(b, offset, to, n);
-    ssize_t got = pread(b->memfd, to, n, (off_t)(b->offset + offset));
-    return got == (ssize_t)n ? KVQ_OK
-                             : kvq__set_error_errno("capturing %s: cannot read its memfd", name);
+    assert(b->host);
+    memcpy(to, b->host + offset, n);
+    return KVQ_OK;
 }
 
 // Offset of a token's row of head 0.
