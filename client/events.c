@@ -53,7 +53,7 @@ static bool daemon_has_events(const kvq_client *client, const struct kvq__gpu_co
 {
     for (uint32_t i = 0; i < client->n_gpus; i++)
         if (memcmp(client->gpus[i].uuid, here->uuid, KVQ__UUID_BYTES) == 0)
-            return client->gpus[i].orders & 2;
+            return client->gpus[i].orders & KVQ_GPU_ORDERS_EVENTS;
     return false;
 }
 

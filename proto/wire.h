@@ -19,6 +19,9 @@
 #include "proto/limits.h"
 #include "proto/saved.pb-c.h"
 
+// Bits of Gpu.orders.
+enum { KVQ_GPU_ORDERS_TIMELINES = 1, KVQ_GPU_ORDERS_EVENTS = 2 };
+
 // Memory that is allocated front to back and freed all at once.
 struct kvq_arena {
     uint8_t *memory;

@@ -33,7 +33,8 @@ static bool put_gpus(struct kvq__connection *c, Kvq__HelloReply *reply)
         gpus[i].uuid.data = (uint8_t *)(uintptr_t)kvq__gpu_uuid(gpu);
         gpus[i].uuid.len = sizeof(struct kvq_gpu_uuid);
         gpus[i].name = kvq_arena_text(&c->arena, kvq__gpu_name(gpu));
-        gpus[i].orders = kvq__gpu_has_memory_ops(gpu) + 2u * kvq__gpu_has_events(gpu);
+        gpus[i].orders = (kvq__gpu_has_memory_ops(gpu) ? KVQ_GPU_ORDERS_TIMELINES : 0u) |
+                         (kvq__gpu_has_events(gpu) ? KVQ_GPU_ORDERS_EVENTS : 0u);
         reply->gpus[i] = &gpus[i];
     }
     reply->n_gpus = n;
