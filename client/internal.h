@@ -307,7 +307,7 @@ uint32_t kvq__handle_clear(kvq_client *client);
 // The record at the handle's index if it is open, else NULL. Under the table lock.
 const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle);
 
-// A handle's index; closed handles had the same index before.
+// The index of a handle, which is its lower half; closed handles had the same index before.
 static inline uint32_t kvq__handle_index(uint64_t handle)
 {
     return (uint32_t)handle % KVQ__HANDLES;

@@ -6,11 +6,6 @@
 #include <assert.h>
 #include <stdlib.h>
 
-static uint32_t index_of(uint64_t handle)
-{
-    return (uint32_t)handle;
-}
-
 static uint32_t repeats(const struct kvq_layer *row)
 {
     return row->repeat ? row->repeat : 1;
@@ -54,11 +49,11 @@ void kvq__shape_unref(struct kvq__shape *shape)
 
 static int add_handle(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
 {
-    if (handle == 0 || index_of(handle) >= KVQ__HANDLES)
+    if (handle == 0 || (uint32_t)handle >= KVQ__HANDLES)
         return kvq__set_error(KVQ_E_PROTOCOL,
                               "the daemon gave a session handle of index %u, at most %d are agreed",
-                              index_of(handle), KVQ__HANDLES - 1);
-    struct kvq__handle *h = &client->handles[index_of(handle)];
+                              (uint32_t)handle, KVQ__HANDLES - 1);
+    struct kvq__handle *h = &client->handles[kvq__handle_index(handle)];
     if (h->handle == 0)
         client->open_handles++;
     assert(client->open_handles > 0 && client->open_handles < KVQ__HANDLES);
@@ -104,7 +99,7 @@ void kvq__handle_remove(kvq_client *client, uint64_t handle)
 {
     pthread_mutex_lock(&client->table);
     if (kvq__handle_find(client, handle))
-        clear_handle(client, &client->handles[index_of(handle)]);
+        clear_handle(client, &client->handles[kvq__handle_index(handle)]);
     pthread_mutex_unlock(&client->table);
 }
 
@@ -122,6 +117,6 @@ uint32_t kvq__handle_clear(kvq_client *client)
 
 const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle)
 {
-    const struct kvq__handle *h = &client->handles[index_of(handle) % KVQ__HANDLES];
+    const struct kvq__handle *h = &client->handles[kvq__handle_index(handle)];
     return handle && h->handle == handle ? h : NULL;
 }
