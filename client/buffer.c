@@ -89,10 +89,12 @@ void kvq__buffer_free(kvq_buffer *buffer)
     kvq__buffer_let_go(buffer);
 }
 
-// The daemon's number for it, from its reply.
-static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
+// The daemon's number for it, from its reply; and the memory, where that comes from the daemon.
+static int take_buffer(void *to, struct kvq__call *call)
 {
-    assert(buffer->id == 0);
+    kvq_buffer *buffer = to;
+    const Kvq__CreateBufferReply *reply = call->reply->create_buffer;
+    assert(buffer->id == 0 && call->n_fds <= 1);
     if (reply->buffer == 0 || reply->bytes < buffer->bytes)
         return kvq__set_error(KVQ_E_PROTOCOL,
                               "the daemon gave buffer %u of %llu bytes for %zu bytes",
@@ -100,6 +102,12 @@ static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
     pthread_mutex_lock(&buffer->client->table); // errors of other threads look buffers up
     buffer->id = reply->buffer;
     pthread_mutex_unlock(&buffer->client->table);
+    buffer->allocation_bytes = reply->allocation_bytes;
+    if (call->n_fds) {
+        assert(buffer->memfd < 0);
+        buffer->memfd = call->fds[0];
+        call->fds[0] = -1;
+    }
     return KVQ_OK;
 }
 
@@ -113,35 +121,32 @@ static ProtobufCBinaryData bytes_of(const void *data, size_t n)
 // Hands buffer->memfd to the daemon and learns its id.
 static int register_host(kvq_buffer *buffer)
 {
-    kvq_client *client = buffer->client;
     assert(buffer->kind == KVQ__BUFFER_HOST && buffer->memfd >= 0);
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = buffer->memfd,
                              .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
-                             .what = "importing a buffer"};
+                             .what = "importing a buffer",
+                             .take = take_buffer,
+                             .to = buffer};
     message.bytes = buffer->bytes;
     message.offset = buffer->offset;
     call.request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
     call.request.import_buffer = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK)
-        rc = take_id(buffer, call.reply->create_buffer);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(buffer->client, &call);
 }
 
 // What is told of an allocation: all of it, and where in it the buffer starts.
 static int send_import(kvq_buffer *b, const struct kvq_gpu_export *e, uint64_t offset)
 {
-    kvq_client *client = b->client;
     Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = e->fd,
                              .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
-                             .what = "importing a buffer of a GPU"};
+                             .what = "importing a buffer of a GPU",
+                             .take = take_buffer,
+                             .to = b};
     memory.gpu = bytes_of(b->here.uuid, sizeof b->here.uuid);
     memory.allocation_bytes = e->bytes;
     memory.number = e->number;
@@ -152,12 +157,7 @@ static int send_import(kvq_buffer *b, const struct kvq_gpu_export *e, uint64_t o
     message.gpu = &memory;
     call.request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
     call.request.import_buffer = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK)
-        rc = take_id(b, call.reply->create_buffer);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(b->client, &call);
 }
 
 // In the buffer's context.
@@ -190,24 +190,19 @@ int kvq__buffer_register(kvq_buffer *buffer)
 
 static int create_on_host(kvq_buffer *buffer)
 {
-    kvq_client *client = buffer->client;
     assert(buffer->memfd < 0 && !buffer->host);
     Kvq__CreateBuffer message = KVQ__CREATE_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want_fds = 1,
                              .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
-                             .what = "creating a buffer"};
+                             .what = "creating a buffer",
+                             .take = take_buffer,
+                             .to = buffer};
     message.bytes = buffer->bytes;
     call.request.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
     call.request.create_buffer = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK) {
-        buffer->memfd = call.fds[0];
-        rc = take_id(buffer, call.reply->create_buffer);
-    }
-    pthread_mutex_unlock(&client->control);
+    int rc = kvq__ask(buffer->client, &call);
     if (rc)
         return rc;
     rc = kvq__map(buffer->memfd, buffer->bytes, PROT_READ | PROT_WRITE, "a buffer", &buffer->data);
@@ -298,28 +293,21 @@ int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size
 
 static int create_arena(kvq_buffer *b)
 {
-    kvq_client *client = b->client;
     assert(b->kind == KVQ__BUFFER_ARENA && b->memfd < 0);
     Kvq__CreateBuffer message = KVQ__CREATE_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want_fds = 1,
                              .want = KVQ__REPLY__RESULT_CREATE_BUFFER,
-                             .what = "creating a buffer on a GPU"};
-    uint64_t allocation_bytes = 0;
+                             .what = "creating a buffer on a GPU",
+                             .take = take_buffer,
+                             .to = b};
     message.bytes = b->bytes;
     message.gpu = bytes_of(b->here.uuid, sizeof b->here.uuid);
     call.request.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
     call.request.create_buffer = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK) {
-        b->memfd = call.fds[0];
-        allocation_bytes = call.reply->create_buffer->allocation_bytes;
-        rc = take_id(b, call.reply->create_buffer);
-    }
-    pthread_mutex_unlock(&client->control);
-    return rc ? rc : kvq__gpu_buffer_map(b, allocation_bytes);
+    int rc = kvq__ask(b->client, &call);
+    return rc ? rc : kvq__gpu_buffer_map(b);
 }
 
 int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_buffer **buffer)
@@ -393,7 +381,6 @@ size_t kvq_buffer_size(const kvq_buffer *buffer)
 
 static int ask_to_close(kvq_buffer *b, uint32_t patience_ms)
 {
-    kvq_client *client = b->client;
     Kvq__CloseBuffer message = KVQ__CLOSE_BUFFER__INIT;
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a buffer"};
@@ -401,10 +388,7 @@ static int ask_to_close(kvq_buffer *b, uint32_t patience_ms)
     call.patience_ms = patience_ms;
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
     call.request.close_buffer = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(b->client, &call);
 }
 
 // The daemon answers when nothing in flight uses the buffer any more. Until then it may read and

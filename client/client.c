@@ -66,7 +66,8 @@ static int client_make(const struct kvq_connect_options *options, kvq_client **m
     client->arena_memory = arena;
     kvq_arena_init(&client->arena, arena, KVQ_WIRE_ARENA);
     client->watch.wake = -1;
-    pthread_mutex_init(&client->control, NULL);
+    kvq__turn_open(&client->turn);
+    pthread_mutex_init(&client->own, NULL);
     pthread_mutex_init(&client->table, NULL);
     TAILQ_INIT(&client->queues);
     TAILQ_INIT(&client->buffers);
@@ -84,7 +85,8 @@ static void client_free(kvq_client *client)
     assert(LIST_EMPTY(&client->pools) && LIST_EMPTY(&client->locals));
     kvq__handle_clear(client);
     pthread_mutex_destroy(&client->table);
-    pthread_mutex_destroy(&client->control);
+    pthread_mutex_destroy(&client->own);
+    kvq__turn_close(&client->turn);
     free(client->arena_memory);
     free(client);
 }
@@ -116,6 +118,26 @@ static int check_agreed(const Kvq__HelloReply *hello)
         hello->daemon_version, hello->protocol, kvq_version(), KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
 }
 
+static int take_hello(void *to, struct kvq__call *call)
+{
+    kvq_client *client = to;
+    const Kvq__HelloReply *reply = call->reply->hello;
+    int rc = check_agreed(reply);
+    if (rc == KVQ_OK)
+        rc = kvq__gpus_learn(client, reply);
+    if (rc == KVQ_OK)
+        rc = map_page(client, call->fds[0], call->reply->epoch);
+    if (rc)
+        return rc;
+    client->info.epoch = call->reply->epoch;
+    client->info.client_id = reply->client_id;
+    client->info.protocol = reply->protocol;
+    copy_text(client->info.version, sizeof client->info.version, reply->daemon_version);
+    copy_text(client->info.backend, sizeof client->info.backend, reply->backend);
+    copy_text(client->info.isa, sizeof client->info.isa, reply->isa);
+    return KVQ_OK;
+}
+
 static int say_hello(kvq_client *client)
 {
     Kvq__Hello hello = KVQ__HELLO__INIT;
@@ -123,7 +145,9 @@ static int say_hello(kvq_client *client)
                              .send_fd = -1,
                              .want_fds = 1,
                              .want = KVQ__REPLY__RESULT_HELLO,
-                             .what = "connecting"};
+                             .what = "connecting",
+                             .take = take_hello,
+                             .to = client};
     hello.protocol_min = KVQ_PROTOCOL_MIN;
     hello.protocol_max = KVQ_PROTOCOL_MAX;
     hello.client_name = client->name;
@@ -131,25 +155,7 @@ static int say_hello(kvq_client *client)
     call.request.command_case = KVQ__REQUEST__COMMAND_HELLO;
     call.request.hello = &hello;
     client->info.protocol = KVQ_PROTOCOL_MAX;
-    int rc = kvq__exchange(client, &call);
-    if (rc)
-        return rc;
-    const Kvq__HelloReply *reply = call.reply->hello;
-    rc = check_agreed(reply);
-    if (rc == KVQ_OK)
-        rc = kvq__gpus_learn(client, reply);
-    if (rc == KVQ_OK)
-        rc = map_page(client, call.fds[0], call.reply->epoch);
-    kvq__close_fds(call.fds, 1);
-    if (rc)
-        return rc;
-    client->info.epoch = call.reply->epoch;
-    client->info.client_id = reply->client_id;
-    client->info.protocol = reply->protocol;
-    copy_text(client->info.version, sizeof client->info.version, reply->daemon_version);
-    copy_text(client->info.backend, sizeof client->info.backend, reply->backend);
-    copy_text(client->info.isa, sizeof client->info.isa, reply->isa);
-    return KVQ_OK;
+    return kvq__ask(client, &call);
 }
 
 static void hang_up(kvq_client *client)
@@ -169,9 +175,7 @@ static int attach(kvq_client *client)
     int rc = kvq__socket_connect(client->runtime_dir, client->timeout_ms, &client->socket);
     if (rc)
         return rc;
-    pthread_mutex_lock(&client->control);
     rc = say_hello(client);
-    pthread_mutex_unlock(&client->control);
     if (rc)
         hang_up(client);
     client->connection++;

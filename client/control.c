@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Control calls: one request and its reply on the attach socket.
+// Control calls: one request and its reply on the attach socket, by turns: the daemon carries out a
+// connection's commands one after the other.
 //
 // A call that stops waiting leaves nothing behind: the next packet tells the daemon to give back
 // what the call may have made, its late reply is skipped by the next call, and a connection
@@ -8,9 +9,94 @@
 #include "client/internal.h"
 
 #include <assert.h>
+#include <errno.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <time.h>
+
+// ---- Turns ----
+
+struct kvq__turn_wait {
+    TAILQ_ENTRY(kvq__turn_wait) link;
+    bool over; // the turn was passed to it
+};
+
+void kvq__turn_open(struct kvq__turn *turn)
+{
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&turn->mutex, NULL);
+    pthread_cond_init(&turn->passed, &clock);
+    pthread_condattr_destroy(&clock);
+    turn->taken = false;
+    TAILQ_INIT(&turn->waits);
+}
+
+void kvq__turn_close(struct kvq__turn *turn)
+{
+    assert(!turn->taken && TAILQ_EMPTY(&turn->waits));
+    pthread_cond_destroy(&turn->passed);
+    pthread_mutex_destroy(&turn->mutex);
+}
+
+// Behind those that wait already. Whether it came in time. Under the turn's mutex.
+static bool stand_in_line(struct kvq__turn *turn, uint64_t deadline_ns)
+{
+    const struct timespec until = {(time_t)(deadline_ns / 1000000000u),
+                                   (long)(deadline_ns % 1000000000u)};
+    struct kvq__turn_wait wait = {.over = false};
+    int error = 0;
+    TAILQ_INSERT_TAIL(&turn->waits, &wait, link);
+    while (!wait.over && error == 0)
+        error = pthread_cond_timedwait(&turn->passed, &turn->mutex, &until);
+    assert(error == 0 || error == ETIMEDOUT);
+    if (!wait.over)
+        TAILQ_REMOVE(&turn->waits, &wait, link);
+    return wait.over;
+}
+
+int kvq__turn_take(kvq_client *client, const char *what, uint64_t deadline_ns)
+{
+    struct kvq__turn *turn = &client->turn;
+    pthread_mutex_lock(&turn->mutex);
+    bool ours = !turn->taken || stand_in_line(turn, deadline_ns);
+    turn->taken = true;
+    pthread_mutex_unlock(&turn->mutex);
+    return ours ? KVQ_OK
+                : kvq__set_error(KVQ_E_DEADLINE,
+                                 "%s: calls of other threads had this client's connection until "
+                                 "the time for the call was over",
+                                 what);
+}
+
+void kvq__turn_pass(kvq_client *client)
+{
+    struct kvq__turn *turn = &client->turn;
+    pthread_mutex_lock(&turn->mutex);
+    struct kvq__turn_wait *next = TAILQ_FIRST(&turn->waits);
+    assert(turn->taken);
+    if (next) {
+        TAILQ_REMOVE(&turn->waits, next, link);
+        next->over = true;
+        pthread_cond_broadcast(&turn->passed);
+    }
+    turn->taken = next != NULL;
+    pthread_mutex_unlock(&turn->mutex);
+}
+
+// ---- Calls ----
+
+static uint64_t deadline_in(uint32_t ms)
+{
+    return kvq_now_ns() + (uint64_t)ms * 1000000u;
+}
+
+uint64_t kvq__deadline(const kvq_client *client)
+{
+    return deadline_in(client->timeout_ms);
+}
 
 // The reply to this call: earlier ones, whose callers gave up, are skipped with their descriptors.
 static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n_fds, bool *lost,
@@ -75,7 +161,9 @@ static int send_call(kvq_client *client, struct kvq__call *call, uint64_t deadli
     return rc;
 }
 
-void kvq__give_back(kvq_client *client)
+// Asks the daemon to undo the last exchange, for a caller that cannot use its result. Waits for
+// nothing.
+static void give_back(kvq_client *client)
 {
     Kvq__Cancel message = KVQ__CANCEL__INIT;
     struct kvq__call call = {
@@ -90,7 +178,7 @@ void kvq__give_back(kvq_client *client)
 static int give_back_lost(kvq_client *client, const struct kvq__call *call)
 {
     struct rlimit limit = {0};
-    kvq__give_back(client);
+    give_back(client);
     getrlimit(RLIMIT_NOFILE, &limit);
     return kvq__set_error(KVQ_E_SYSTEM,
                           "%s: the daemon's file descriptors do not fit: this process has as many "
@@ -98,10 +186,28 @@ static int give_back_lost(kvq_client *client, const struct kvq__call *call)
                           call->what, (unsigned long long)limit.rlim_cur);
 }
 
-int kvq__exchange(kvq_client *client, struct kvq__call *call)
+// A reply that came in time.
+static int take_reply(kvq_client *client, struct kvq__call *call, uint32_t n_fds, bool lost)
 {
-    uint32_t timeout_ms = call->patience_ms ? call->patience_ms : client->timeout_ms;
-    uint64_t deadline = kvq_now_ns() + (uint64_t)timeout_ms * 1000000u;
+    int rc = lost ? give_back_lost(client, call) : check_call_reply(call, n_fds);
+    call->n_fds = n_fds;
+    if (rc == KVQ_OK && call->take) {
+        rc = call->take(call->to, call);
+        if (rc && call->request.command_case != KVQ__REQUEST__COMMAND_HELLO) // that ends
+            give_back(client);
+    }
+    kvq__close_fds(call->fds, n_fds);
+    return rc;
+}
+
+static uint32_t patience_of(const kvq_client *client, const struct kvq__call *call)
+{
+    return call->patience_ms ? call->patience_ms : client->timeout_ms;
+}
+
+static int exchange(kvq_client *client, struct kvq__call *call, uint64_t deadline)
+{
+    uint32_t timeout_ms = patience_of(client, call);
     uint32_t n_fds = 0;
     bool lost = false;
     assert(call->what && call->n_fds == 0);
@@ -120,15 +226,25 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     if (rc == 0 || rc == KVQ_E_DISCONNECTED)
         rc = receive_reply(client, call, &n_fds, &lost, deadline);
     if (rc == KVQ_E_DEADLINE) {
-        kvq__give_back(client);
+        give_back(client);
         return kvq__set_error(rc, "%s: the daemon did not answer within %u ms", call->what,
                               timeout_ms);
     }
+    return rc ? rc : take_reply(client, call, n_fds, lost);
+}
+
+int kvq__exchange(kvq_client *client, struct kvq__call *call)
+{
+    return exchange(client, call, deadline_in(patience_of(client, call)));
+}
+
+int kvq__ask(kvq_client *client, struct kvq__call *call)
+{
+    uint64_t deadline = deadline_in(patience_of(client, call));
+    int rc = kvq__turn_take(client, call->what, deadline);
     if (rc)
         return rc;
-    rc = lost ? give_back_lost(client, call) : check_call_reply(call, n_fds);
-    call->n_fds = rc ? 0 : n_fds;
-    if (rc)
-        kvq__close_fds(call->fds, n_fds);
+    rc = exchange(client, call, deadline);
+    kvq__turn_pass(client);
     return rc;
 }

@@ -31,8 +31,10 @@ static int open_event(const struct kvq__gpu_context *here, const ProtobufCBinary
         text);
 }
 
-static int take_events(struct kvq__timeline *t, const Kvq__OpenEventsReply *reply)
+static int take_events(void *to, struct kvq__call *call)
 {
+    struct kvq__timeline *t = to;
+    const Kvq__OpenEventsReply *reply = call->reply->open_events;
     size_t n = reply->n_ready;
     int rc = KVQ_OK;
     if (n == 0 || n > KVQ_QUEUE_EVENTS || reply->n_done != n)
@@ -65,7 +67,9 @@ int kvq__events_open(kvq_queue *queue, struct kvq__timeline *t)
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want = KVQ__REPLY__RESULT_OPEN_EVENTS,
-                             .what = "opening a queue's events"};
+                             .what = "opening a queue's events",
+                             .take = take_events,
+                             .to = t};
     if (!daemon_has_events(client, &t->here))
         return kvq__set_error(KVQ_E_UNSUPPORTED,
                               "the daemon has no events that other processes can "
@@ -75,12 +79,7 @@ int kvq__events_open(kvq_queue *queue, struct kvq__timeline *t)
     message.gpu.len = sizeof t->here.uuid;
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_EVENTS;
     call.request.open_events = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK)
-        rc = take_events(t, call.reply->open_events);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(client, &call);
 }
 
 void kvq__events_close(struct kvq__timeline *t)

@@ -10,15 +10,16 @@
 
 // ---- In a GPU's memory ----
 
-int kvq__gpu_buffer_map(kvq_buffer *b, uint64_t allocation_bytes)
+int kvq__gpu_buffer_map(kvq_buffer *b)
 {
     char text[KVQ__TEXT_BYTES / 2];
     assert(b->kind == KVQ__BUFFER_ARENA && b->piece.kind == KVQ_GPU_PIECE_NONE);
-    if (allocation_bytes < b->bytes || allocation_bytes > SIZE_MAX)
+    if (b->allocation_bytes < b->bytes || b->allocation_bytes > SIZE_MAX)
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon made %llu bytes of GPU memory, not %zu",
-                              (unsigned long long)allocation_bytes, b->bytes);
-    int result = kvq_gpu_piece_map(b->here.driver, b->here.device, b->memfd,
-                                   (size_t)allocation_bytes, false, &b->piece, text, sizeof text);
+                              (unsigned long long)b->allocation_bytes, b->bytes);
+    int result =
+        kvq_gpu_piece_map(b->here.driver, b->here.device, b->memfd, (size_t)b->allocation_bytes,
+                          false, &b->piece, text, sizeof text);
     if (result != KVQ_GPU_OK)
         return kvq__set_error(kvq__gpu_code(result), "creating a buffer on a GPU: %s", text);
     b->at = b->piece.at;
@@ -103,9 +104,9 @@ int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__gpu_contex
     kvq_buffer *b = (kvq_buffer *)(uintptr_t)buffer; // ours
     if (kvq__gpu_buffer_reached(b))
         return KVQ_OK;
-    pthread_mutex_lock(&b->client->control);
+    pthread_mutex_lock(&b->client->own);
     int rc = kvq__gpu_buffer_reached(b) ? KVQ_OK : pin_buffer(b, here);
-    pthread_mutex_unlock(&b->client->control);
+    pthread_mutex_unlock(&b->client->own);
     return rc;
 }
 

@@ -16,12 +16,15 @@
 //   in_context/                   attention in this process; in_context.h lists its files
 //   client                        connecting and disconnecting
 //
-// Two locks, taken in this order and never held by the hot path:
-//   control   a control call on the attach socket, from request to reply, and what it changes
-//   table     handles, shapes, the lists of queues and buffers, and the queues' timelines as the
-//             watch sees them; held for moments only
+// Three locks, taken in this order:
+//   turn      the attach socket: one control call at a time has it, from request to reply. Others
+//             stand in a queue for it, no longer than their own time lasts
+//   own       what this process does without the daemon: pinning buffers, starting the watch
+//   table     handles, shapes, the lists of queues, buffers and pools, and the queues' timelines as
+//             the watch sees them; held for moments only
 // The hot path (submit, wait) touches only the queue, which belongs to one thread, and fields of
-// client and buffers that only kvq_reattach changes, when no other thread may be in a call.
+// client and buffers that only kvq_reattach changes, when no other thread may be in a call. A step
+// of in-context mode makes a control call where the daemon tells of extents that are new to us.
 #ifndef KVQ_CLIENT_INTERNAL_H
 #define KVQ_CLIENT_INTERNAL_H
 
@@ -91,6 +94,7 @@ struct kvq_buffer {
     int memfd;   // our own descriptor of it; an arena's: of its memory; a tensor's: -1
     uint64_t offset;
     size_t bytes;
+    uint64_t allocation_bytes;    // an arena's: of the memory behind memfd
     void *data;                   // NULL for an imported one, and on GPUs
     uint8_t *host;                // where the library itself sees it; NULL on GPUs
     struct kvq__gpu_context here; // on GPUs: where it was made; on the host: where it was pinned
@@ -178,8 +182,18 @@ struct kvq__daemon_gpu {
     uint32_t orders; // as the daemon's HelloReply has it
 };
 
+// Who may use the attach socket. Threads get it in the order in which they asked.
+TAILQ_HEAD(kvq__turn_waits, kvq__turn_wait);
+struct kvq__turn {
+    pthread_mutex_t mutex; // held for moments only
+    pthread_cond_t passed;
+    bool taken;
+    struct kvq__turn_waits waits;
+};
+
 struct kvq_client {
-    pthread_mutex_t control, table;
+    struct kvq__turn turn;
+    pthread_mutex_t own, table;
     int socket; // -1 when there is no connection
     uint32_t timeout_ms, spin_us;
     uint32_t next_id;
@@ -195,15 +209,15 @@ struct kvq_client {
     uint32_t open_handles;
     struct kvq__handle handles[KVQ__HANDLES];
     // In-context mode (in_context/).
-    uint64_t connection;            // how often it was attached
-    struct kvq__pools pools;        // of this connection, under the control lock
+    uint64_t connection; // how often it was attached
+    struct kvq__pools pools;        // of this connection, under the table lock
     struct kvq__locals locals;      // under the table lock
     uint32_t changes[KVQ__HANDLES]; // words: changes of each handle's session that we asked for
     uint32_t all_changes;           // a word: likewise, of sessions that were not named
     char runtime_dir[KVQ__PATH_BYTES];
     char name[KVQ_NAME_BYTES];
     void *arena_memory;
-    struct kvq_arena arena; // the last reply lives here, under the control lock
+    struct kvq_arena arena; // the last reply lives here, as long as its call has the turn
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
 
@@ -245,7 +259,7 @@ int kvq__check_memfd(int memfd, size_t bytes, const char *what);
 // Maps such a memfd. prot as for mmap.
 int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping);
 
-// ---- control.c: calls on the attach socket, under the control lock ----
+// ---- control.c: calls on the attach socket ----
 
 struct kvq__call {
     Kvq__Request request;        // in: command and its message; id and protocol are filled in
@@ -254,18 +268,32 @@ struct kvq__call {
     Kvq__Reply__ResultCase want; // in: what the reply must hold
     const char *what;            // in: for error texts, "opening a queue"
     uint32_t patience_ms;        // in: wait so long for it; 0: the client's timeout_ms
-    Kvq__Reply *reply;           // out: in the client's arena, until the next call
-    int fds[KVQ_MAX_PACKET_FDS]; // out: the caller's, want_fds of them
-    uint32_t n_fds;              // out: that is
+    // in: takes over what the reply holds, in the call's turn; NULL: nothing is needed of it. It
+    // keeps descriptors by setting them to -1; the others are closed. If it fails, the daemon is
+    // asked to undo the call.
+    int (*take)(void *to, struct kvq__call *call);
+    void *to;
+    Kvq__Reply *reply;           // for `take`
+    int fds[KVQ_MAX_PACKET_FDS]; // for `take`: want_fds of them
+    uint32_t n_fds;              // that is
 };
 
-// Sends a request and waits for its reply. KVQ_OK, the daemon's refusal with its text,
-// KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL; KVQ_E_SYSTEM if this process may not have
-// the descriptors beside the reply: what the request made is given back then.
+// Sends a request, waits for its reply, and has call->take look at it. KVQ_OK, the daemon's refusal
+// with its text, KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL; KVQ_E_SYSTEM if this process
+// may not have the descriptors beside the reply: what the request made is given back then; or what
+// `take` returned. KVQ_E_DEADLINE also where the call's turn did not come in time: it was not sent
+// then.
+int kvq__ask(kvq_client *client, struct kvq__call *call);
+// The same for a caller that has the turn.
 int kvq__exchange(kvq_client *client, struct kvq__call *call);
-// Asks the daemon to undo the last exchange, for a caller that cannot use its result. Waits for
-// nothing. Under the control lock.
-void kvq__give_back(kvq_client *client);
+// Waits for the turn until the deadline (KVQ_E_DEADLINE; one that has passed waits for nothing).
+// what: for the text.
+int kvq__turn_take(kvq_client *client, const char *what, uint64_t deadline_ns);
+void kvq__turn_pass(kvq_client *client);
+// When a control call that begins now has to end.
+uint64_t kvq__deadline(const kvq_client *client);
+void kvq__turn_open(struct kvq__turn *turn);
+void kvq__turn_close(struct kvq__turn *turn);
 
 // ---- gpu.c: the driver, and GPUs by name ----
 
@@ -322,14 +350,14 @@ static inline void kvq__note_change(kvq_client *client, uint64_t handle)
 // ---- gpu_buffer.c: the GPU's side of buffers ----
 
 // Maps an arena, whose memory is behind buffer->memfd. `here` is current.
-int kvq__gpu_buffer_map(kvq_buffer *buffer, uint64_t allocation_bytes);
+int kvq__gpu_buffer_map(kvq_buffer *buffer);
 // Describes the memory for the daemon. The descriptor of an arena stays the buffer's; any other
 // becomes the caller's. The buffer's context is current.
 int kvq__gpu_buffer_export(const kvq_buffer *buffer, struct kvq_gpu_export *e);
 // Waits for the work of the buffer's context, and unmaps or unpins the memory.
 void kvq__gpu_buffer_release(kvq_buffer *buffer);
 // Pins a buffer on the host, once, so that kernels of this process read and write it in place.
-// `here` is current. Takes the control lock; not for hot paths.
+// `here` is current. Takes the lock `own`; not for hot paths.
 int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__gpu_context *here);
 // Whether the buffer is pinned.
 bool kvq__gpu_buffer_reached(const kvq_buffer *buffer);

@@ -60,29 +60,27 @@ static int take_wakers(kvq_queue *queue, int *fds)
     return KVQ_OK;
 }
 
+static int take_queue(void *to, struct kvq__call *call)
+{
+    kvq_queue *queue = to;
+    queue->id = call->reply->open_queue->queue;
+    int rc = map_rings(queue, call->fds);
+    return rc ? rc : take_wakers(queue, call->fds);
+}
+
 int kvq__queue_attach(kvq_queue *queue)
 {
-    kvq_client *client = queue->client;
     Kvq__OpenQueue message = KVQ__OPEN_QUEUE__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want_fds = QUEUE_FDS,
                              .want = KVQ__REPLY__RESULT_OPEN_QUEUE,
-                             .what = "opening a queue"};
+                             .what = "opening a queue",
+                             .take = take_queue,
+                             .to = queue};
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
     call.request.open_queue = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK) {
-        queue->id = call.reply->open_queue->queue;
-        rc = map_rings(queue, call.fds);
-        if (rc == KVQ_OK)
-            rc = take_wakers(queue, call.fds);
-        if (rc)
-            kvq__give_back(client);
-        kvq__close_fds(call.fds, QUEUE_FDS);
-    }
-    pthread_mutex_unlock(&client->control);
+    int rc = kvq__ask(queue->client, &call);
     queue->dead = rc ? KVQ_E_DISCONNECTED : KVQ_OK;
     return rc;
 }
@@ -146,7 +144,6 @@ void kvq_queue_close(kvq_queue **queue)
     kvq_queue *q = queue ? *queue : NULL;
     if (!q)
         return;
-    kvq_client *client = q->client;
     Kvq__CloseQueue message = KVQ__CLOSE_QUEUE__INIT;
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a queue"};
@@ -154,11 +151,8 @@ void kvq_queue_close(kvq_queue **queue)
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_QUEUE;
     call.request.close_queue = &message;
     kvq__timeline_close(q);
-    if (!q->dead) {
-        pthread_mutex_lock(&client->control);
-        kvq__exchange(client, &call);
-        pthread_mutex_unlock(&client->control);
-    }
+    if (!q->dead)
+        kvq__ask(q->client, &call);
     kvq__queue_free(q);
     *queue = NULL;
 }

@@ -187,18 +187,26 @@ static struct kvq__shape *shape_of(const struct kvq_session_options *o, const Kv
     return kvq__shape_make(rows, n);
 }
 
-static int take_session(kvq_client *client, const struct kvq_session_options *o,
-                        const Kvq__Session *reply, kvq_session *session,
-                        struct kvq_session_info *info)
+// What the reply to an open goes to.
+struct opened {
+    kvq_client *client;
+    const struct kvq_session_options *options;
+    kvq_session *session;
+    struct kvq_session_info *info; // or NULL
+};
+
+static int take_session(void *to, struct kvq__call *call)
 {
-    bool read_only = o->flags & KVQ_OPEN_READ_ONLY;
-    assert(*session == 0);
-    int rc = kvq__handle_add(client, reply->handle, read_only, shape_of(o, reply));
+    struct opened *o = to;
+    const Kvq__Session *reply = call->reply->session;
+    bool read_only = o->options->flags & KVQ_OPEN_READ_ONLY;
+    assert(*o->session == 0);
+    int rc = kvq__handle_add(o->client, reply->handle, read_only, shape_of(o->options, reply));
     if (rc)
         return rc;
-    *session = reply->handle;
-    if (info)
-        give_info(reply, read_only, info);
+    *o->session = reply->handle;
+    if (o->info)
+        give_info(reply, read_only, o->info);
     return KVQ_OK;
 }
 
@@ -263,37 +271,42 @@ static int open_with_options(kvq_client *client, const struct kvq_session_option
                              kvq_session *session, struct kvq_session_info *info)
 {
     struct opening *opening = NULL;
+    struct opened opened = {client, o, session, info};
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want = KVQ__REPLY__RESULT_SESSION,
-                             .what = "opening a session"};
+                             .what = "opening a session",
+                             .take = take_session,
+                             .to = &opened};
     int rc = opening_make(client, o, &opening);
     if (rc)
         return rc;
     assert(opening);
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
     call.request.open_session = &opening->message;
-    pthread_mutex_lock(&client->control);
-    rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK) {
-        rc = take_session(client, o, call.reply->session, session, info);
-        if (rc)
-            kvq__give_back(client);
-    }
-    pthread_mutex_unlock(&client->control);
+    rc = kvq__ask(client, &call);
     opening_free(opening);
     return rc;
+}
+
+static int take_found(void *to, struct kvq__call *call)
+{
+    *(uint64_t *)to = call->reply->lookup_prefix->tokens;
+    return KVQ_OK;
 }
 
 static int lookup_prefix_of(kvq_client *client, const struct kvq_session_options *o,
                             uint64_t *tokens)
 {
     struct opening *opening = NULL;
+    uint64_t found = 0;
     Kvq__LookupPrefix message = KVQ__LOOKUP_PREFIX__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want = KVQ__REPLY__RESULT_LOOKUP_PREFIX,
-                             .what = "looking up a prefix"};
+                             .what = "looking up a prefix",
+                             .take = take_found,
+                             .to = &found};
     int rc = opening_make(client, o, &opening);
     if (rc)
         return rc;
@@ -301,15 +314,12 @@ static int lookup_prefix_of(kvq_client *client, const struct kvq_session_options
     message.session = &opening->message;
     call.request.command_case = KVQ__REQUEST__COMMAND_LOOKUP_PREFIX;
     call.request.lookup_prefix = &message;
-    pthread_mutex_lock(&client->control);
-    rc = kvq__exchange(client, &call);
-    uint64_t found = rc == KVQ_OK ? call.reply->lookup_prefix->tokens : 0;
+    rc = kvq__ask(client, &call);
     if (found <= o->prefix.tokens)
         *tokens = found;
     else
         rc = kvq__set_error(KVQ_E_PROTOCOL, "the daemon found %llu tokens of a prefix of %llu",
                             (unsigned long long)found, (unsigned long long)o->prefix.tokens);
-    pthread_mutex_unlock(&client->control);
     opening_free(opening);
     return rc;
 }
@@ -375,6 +385,19 @@ int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer
     return rc;
 }
 
+// The handle is removed in the call's turn: the next session that is opened may have its index.
+static int ask_to_end(kvq_client *client, struct kvq__call *call, kvq_session session)
+{
+    int rc = kvq__turn_take(client, call->what, kvq__deadline(client));
+    if (rc)
+        return rc;
+    rc = kvq__exchange(client, call);
+    if (rc == KVQ_OK || rc == KVQ_E_STALE)
+        kvq__handle_remove(client, session);
+    kvq__turn_pass(client);
+    return rc;
+}
+
 int kvq_session_close(kvq_client *client, kvq_session session)
 {
     Kvq__CloseSession message = KVQ__CLOSE_SESSION__INIT;
@@ -385,12 +408,7 @@ int kvq_session_close(kvq_client *client, kvq_session session)
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_SESSION;
     call.request.close_session = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK || rc == KVQ_E_STALE)
-        kvq__handle_remove(client, session);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return ask_to_end(client, &call, session);
 }
 
 int kvq_session_drop(kvq_client *client, kvq_session session)
@@ -404,28 +422,26 @@ int kvq_session_drop(kvq_client *client, kvq_session session)
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
     call.request.drop_session = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK || rc == KVQ_E_STALE)
-        kvq__handle_remove(client, session);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return ask_to_end(client, &call, session);
 }
 
-// One question about a move, whose answer is copied.
+static int take_move(void *to, struct kvq__call *call)
+{
+    struct move_answer *answer = to;
+    const Kvq__Move *m = call->reply->move;
+    *answer = (struct move_answer){.id = m->id, .finished = m->finished, .status = m->status};
+    copy_reply_text(answer->text, sizeof answer->text, m->text);
+    return KVQ_OK;
+}
+
+// One question about a move.
 static int ask_move(kvq_client *client, struct kvq__call *call, struct move_answer *answer)
 {
     call->send_fd = -1;
     call->want = KVQ__REPLY__RESULT_MOVE;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, call);
-    if (rc == KVQ_OK) {
-        const Kvq__Move *m = call->reply->move;
-        *answer = (struct move_answer){.id = m->id, .finished = m->finished, .status = m->status};
-        copy_reply_text(answer->text, sizeof answer->text, m->text);
-    }
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    call->take = take_move;
+    call->to = answer;
+    return kvq__ask(client, call);
 }
 
 // Asks until the move that the call has begun is over. 0 or what it ended with.
@@ -504,10 +520,7 @@ int kvq_session_pin(kvq_client *client, kvq_session session, int pin)
     message.pin = pin != 0;
     call.request.command_case = KVQ__REQUEST__COMMAND_PIN_SESSION;
     call.request.pin_session = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(client, &call);
 }
 
 // ---- On disk ----
@@ -518,10 +531,7 @@ static int ask_disk(kvq_client *client, struct kvq__call *call)
 {
     call->send_fd = -1;
     call->patience_ms = DISK_MS;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, call);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(client, call);
 }
 
 int kvq_session_save(kvq_client *client, kvq_session session)
@@ -576,13 +586,30 @@ static bool is_read_only(kvq_client *client, kvq_session session)
     return read_only;
 }
 
+// What the reply about a session goes to.
+struct asked {
+    kvq_client *client;
+    kvq_session session;
+    struct kvq_session_info *info;
+};
+
+static int take_info(void *to, struct kvq__call *call)
+{
+    const struct asked *a = to;
+    give_info(call->reply->session, is_read_only(a->client, a->session), a->info);
+    return KVQ_OK;
+}
+
 int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session_info *info)
 {
+    struct asked asked = {client, session, info};
     Kvq__SessionInfo message = KVQ__SESSION_INFO__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want = KVQ__REPLY__RESULT_SESSION,
-                             .what = "asking about a session"};
+                             .what = "asking about a session",
+                             .take = take_info,
+                             .to = &asked};
     if (!client || !info)
         return kvq__set_error(KVQ_E_INVALID, "kvq_session_info: an argument is NULL");
     int rc = kvq__sized_check(info, "kvq_session_info");
@@ -592,10 +619,5 @@ int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_SESSION_INFO;
     call.request.session_info = &message;
-    pthread_mutex_lock(&client->control);
-    rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK)
-        give_info(call.reply->session, is_read_only(client, session), info);
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(client, &call);
 }

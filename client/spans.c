@@ -53,9 +53,7 @@ int kvq_session_spans(kvq_client *client, kvq_session session, const struct kvq_
     message.spans = own.pointers;
     call.request.command_case = KVQ__REQUEST__COMMAND_TELL_SPANS;
     call.request.tell_spans = &message;
-    pthread_mutex_lock(&client->control);
-    rc = kvq__exchange(client, &call);
-    pthread_mutex_unlock(&client->control);
+    rc = kvq__ask(client, &call);
     kvq__spans_free(&own);
     return rc;
 }

@@ -63,28 +63,27 @@ static int take_page(struct kvq__timeline *t, int fd)
     return KVQ_OK;
 }
 
+static int take_timeline(void *to, struct kvq__call *call)
+{
+    return take_page(to, call->fds[0]);
+}
+
 static int ask_daemon(kvq_queue *queue, struct kvq__timeline *t)
 {
-    kvq_client *client = queue->client;
     Kvq__OpenTimeline message = KVQ__OPEN_TIMELINE__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want_fds = 1,
                              .want = KVQ__REPLY__RESULT_OPEN_TIMELINE,
-                             .what = "opening a queue's timeline"};
+                             .what = "opening a queue's timeline",
+                             .take = take_timeline,
+                             .to = t};
     message.queue = queue->id;
     message.gpu.data = t->here.uuid;
     message.gpu.len = sizeof t->here.uuid;
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_TIMELINE;
     call.request.open_timeline = &message;
-    pthread_mutex_lock(&client->control);
-    int rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK) {
-        rc = take_page(t, call.fds[0]);
-        kvq__close_fds(call.fds, 1);
-    }
-    pthread_mutex_unlock(&client->control);
-    return rc;
+    return kvq__ask(queue->client, &call);
 }
 
 static void release_timeline(struct kvq__timeline *t)

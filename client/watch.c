@@ -81,7 +81,7 @@ int kvq__watch_start(kvq_client *client)
 {
     struct kvq__watch *w = &client->watch;
     int rc = KVQ_OK;
-    pthread_mutex_lock(&client->control);
+    pthread_mutex_lock(&client->own);
     if (!w->running) {
         w->stop = w->lost = 0;
         w->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -94,7 +94,7 @@ int kvq__watch_start(kvq_client *client)
         }
         w->running = error == 0;
     }
-    pthread_mutex_unlock(&client->control);
+    pthread_mutex_unlock(&client->own);
     return rc;
 }
 

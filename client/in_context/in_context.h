@@ -17,7 +17,7 @@
 // Each of these calls only those above it.
 //
 // A kvq_local belongs to its queue's thread. Pools and their contents belong to the client, and
-// change under its control lock. A mapped extent stays mapped as long as its pool.
+// change in turns of its control calls. A mapped extent stays mapped as long as its pool.
 #ifndef KVQ_CLIENT_IN_CONTEXT_H
 #define KVQ_CLIENT_IN_CONTEXT_H
 
@@ -50,13 +50,14 @@ struct kvq__row {
 
 struct kvq__pool {
     LIST_ENTRY(kvq__pool) link; // of the client's; of an earlier connection: of none
-    uint32_t refs;              // the client's, as long as it is linked, and each kvq_local's
+    uint32_t refs; // the client's, as long as it is linked, and each kvq_local's; under the table
+                   // lock
     char place[KVQ__PLACE_BYTES];
     uint64_t span, extent_bytes;
-    uint8_t *at;      // the addresses that are kept for it; never NULL
-    void *mapping;    // what is to be unmapped, at most one huge page before `at`
-    bool broken;      // an extent could not be mapped
-    bool tells_again; // the daemon, of extents whose reply was given up
+    uint8_t *at;                 // the addresses that are kept for it; never NULL
+    void *mapping;               // what is to be unmapped, at most one huge page before `at`
+    bool broken;                 // an extent could not be mapped
+    bool tells_again;            // the daemon, of extents whose reply was given up
     // On a GPU: `at` is an address there.
     struct kvq__gpu_context here; // driver NULL: the host
     struct kvq_gpu kernels;
@@ -170,10 +171,10 @@ int kvq__local_fault(const struct kvq_local *local, int result, const char *what
 
 // ---- layers.c ----
 
-// From the reply to OpenTable: fills session->layers, path and n_layers. Under the control lock.
+// From the reply to OpenTable: fills session->layers, path and n_layers.
 int kvq__reading_take(struct kvq__pool *pool, const Kvq__OpenTableReply *reply,
                       struct kvq__local_session *session);
-// Maps the codebooks that its layers need. Takes the control lock.
+// Maps the codebooks that its layers need.
 int kvq__reading_books(kvq_client *client, struct kvq__pool *pool,
                        struct kvq__local_session *session);
 

@@ -208,32 +208,44 @@ static bool take_tables(const struct kvq__book *book, const Kvq__MapBookReply *r
            !b->v == (f->v.codec != KVQ_CODEC_BOOK);
 }
 
+// Whose codebook it is.
+struct reader {
+    struct kvq__pool *pool;
+    struct kvq__local_layer *layer;
+    uint32_t number;
+};
+
+static int take_book(void *to, struct kvq__call *call)
+{
+    const struct reader *reader = to;
+    const Kvq__MapBookReply *r = call->reply->map_book;
+    struct kvq__book *book = find_book(reader->pool, r->id);
+    int rc = book ? KVQ_OK : map_book(reader->pool, r, call->fds[0], &book);
+    if (rc)
+        return rc;
+    return take_tables(book, r, reader->layer)
+               ? KVQ_OK
+               : kvq__set_error(KVQ_E_PROTOCOL, "the daemon's codebook of layer %u ends too early",
+                                reader->number);
+}
+
 static int ask_book(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint32_t number,
                     struct kvq__local_layer *layer)
 {
+    struct reader reader = {pool, layer, number};
     Kvq__MapBook message = KVQ__MAP_BOOK__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want_fds = 1,
                              .want = KVQ__REPLY__RESULT_MAP_BOOK,
-                             .what = "mapping a codebook"};
+                             .what = "mapping a codebook",
+                             .take = take_book,
+                             .to = &reader};
     message.handle = handle;
     message.layer = number;
     call.request.command_case = KVQ__REQUEST__COMMAND_MAP_BOOK;
     call.request.map_book = &message;
-    int rc = kvq__exchange(client, &call);
-    if (rc)
-        return rc;
-    const Kvq__MapBookReply *r = call.reply->map_book;
-    struct kvq__book *book = find_book(pool, r->id);
-    if (!book)
-        rc = map_book(pool, r, call.fds[0], &book);
-    kvq__close_fds(call.fds, call.n_fds);
-    assert(rc || book);
-    if (rc == KVQ_OK && !take_tables(book, r, layer))
-        rc = kvq__set_error(KVQ_E_PROTOCOL, "the daemon's codebook of layer %u ends too early",
-                            number);
-    return rc;
+    return kvq__ask(client, &call);
 }
 
 static bool needs_book(const struct kvq_format *f)
@@ -244,10 +256,8 @@ static bool needs_book(const struct kvq_format *f)
 int kvq__reading_books(kvq_client *client, struct kvq__pool *pool, struct kvq__local_session *s)
 {
     int rc = KVQ_OK;
-    pthread_mutex_lock(&client->control);
     for (uint32_t i = 0; i < s->n_layers && rc == KVQ_OK; i++)
         if (needs_book(s->layers[i].format))
             rc = ask_book(client, pool, s->handle, i, &s->layers[i]);
-    pthread_mutex_unlock(&client->control);
     return rc;
 }

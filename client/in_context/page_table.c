@@ -105,15 +105,32 @@ static int map_tables(struct kvq_local *local, struct kvq__local_session *s,
     return rc ? rc : map_table(local, s, reply, fds[1]);
 }
 
+// Whose table it is.
+struct reader {
+    struct kvq_local *local;
+    struct kvq__local_session *session;
+};
+
+static int take_table(void *to, struct kvq__call *call)
+{
+    const struct reader *r = to;
+    const Kvq__OpenTableReply *reply = call->reply->open_table;
+    int rc = kvq__reading_take(r->local->pool, reply, r->session);
+    return rc ? rc : map_tables(r->local, r->session, reply, call->fds, call->n_fds);
+}
+
 static int open_table(struct kvq_local *local, struct kvq__local_session *s)
 {
     assert(local->pool && local->pool->at);
+    struct reader reader = {local, s};
     Kvq__OpenTable message = KVQ__OPEN_TABLE__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want_fds = local->here.driver ? KVQ__ANY_FDS : 1,
                              .want = KVQ__REPLY__RESULT_OPEN_TABLE,
-                             .what = "opening a page table"};
+                             .what = "opening a page table",
+                             .take = take_table,
+                             .to = &reader};
     message.handle = s->handle;
     message.pool_at = (uintptr_t)local->pool->at;
     message.tokens = local->max_tokens;
@@ -123,28 +140,17 @@ static int open_table(struct kvq_local *local, struct kvq__local_session *s)
     if (local->here.driver)
         message.gpu = (ProtobufCBinaryData){sizeof local->here.uuid, local->here.uuid};
     message.copy = local->here.driver != NULL;
-    int rc = kvq__exchange(local->client, &call);
-    if (rc)
-        return rc;
-    rc = kvq__reading_take(local->pool, call.reply->open_table, s);
-    if (rc == KVQ_OK)
-        rc = map_tables(local, s, call.reply->open_table, call.fds, call.n_fds);
-    kvq__close_fds(call.fds, call.n_fds);
-    if (rc)
-        kvq__give_back(local->client);
-    return rc;
+    return kvq__ask(local->client, &call);
 }
 
 // A session that had to leave its GPU goes back there when it is opened, and the table can wait for
 // that as well as its caller. Other threads use the connection meanwhile.
 int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *s)
 {
-    uint64_t deadline = kvq_now_ns() + (uint64_t)local->client->timeout_ms * 1000000u;
+    uint64_t deadline = kvq__deadline(local->client);
     struct timespec pause = {.tv_nsec = BUSY_ASK_NS};
     for (;;) {
-        pthread_mutex_lock(&local->client->control);
         int rc = open_table(local, s);
-        pthread_mutex_unlock(&local->client->control);
         if (rc != KVQ_E_BUSY || kvq_now_ns() >= deadline)
             return rc;
         nanosleep(&pause, NULL);
@@ -163,9 +169,7 @@ static void tell_closed(struct kvq_local *local, uint64_t handle)
     message.handle = handle;
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
     call.request.close_table = &message;
-    pthread_mutex_lock(&local->client->control);
-    kvq__exchange(local->client, &call);
-    pthread_mutex_unlock(&local->client->control);
+    kvq__ask(local->client, &call);
 }
 
 void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s)

@@ -53,8 +53,9 @@ static int reserve_addresses(struct kvq__pool *pool)
     return KVQ_OK;
 }
 
-static int take_pool(struct kvq__pool *pool, const struct kvq__call *call)
+static int take_pool(void *to, struct kvq__call *call)
 {
+    struct kvq__pool *pool = to;
     const Kvq__OpenPoolReply *r = call->reply->open_pool;
     assert(!pool->at);
     int rc = check_pool_reply(r);
@@ -80,27 +81,30 @@ static int ask_for_pool(kvq_client *client, const char *place, struct kvq__pool 
                              .send_fd = -1,
                              .want_fds = KVQ__ANY_FDS,
                              .want = KVQ__REPLY__RESULT_OPEN_POOL,
-                             .what = "opening a pool"};
+                             .what = "opening a pool",
+                             .take = take_pool,
+                             .to = pool};
     message.place = (char *)(uintptr_t)place;
     message.tables_min = KVQ_TABLE_VERSION_MIN;
     message.tables_max = KVQ_TABLE_VERSION_MAX;
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
     call.request.open_pool = &message;
     snprintf(pool->place, sizeof pool->place, "%s", place);
-    int rc = kvq__exchange(client, &call);
-    if (rc)
-        return rc;
-    rc = take_pool(pool, &call);
-    kvq__close_fds(call.fds, call.n_fds);
-    return rc;
+    return kvq__exchange(client, &call);
 }
 
+// With a reference for the caller, or NULL.
 static struct kvq__pool *find_pool(kvq_client *client, const char *place)
 {
     struct kvq__pool *pool;
+    pthread_mutex_lock(&client->table);
     LIST_FOREACH (pool, &client->pools, link)
         if (strcmp(pool->place, place) == 0)
             break;
+    assert(!pool || pool->refs > 0);
+    if (pool)
+        pool->refs++;
+    pthread_mutex_unlock(&client->table);
     return pool;
 }
 
@@ -117,8 +121,10 @@ static int make_pool(kvq_client *client, const char *place, const struct kvq__gp
         free(pool);
         return rc;
     }
-    pool->refs = 1;
+    pool->refs = 2; // the client's and the caller's
+    pthread_mutex_lock(&client->table);
     LIST_INSERT_HEAD(&client->pools, pool, link);
+    pthread_mutex_unlock(&client->table);
     *out = pool;
     return KVQ_OK;
 }
@@ -126,19 +132,19 @@ static int make_pool(kvq_client *client, const char *place, const struct kvq__gp
 int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__gpu_context *here,
                   struct kvq__pool **out)
 {
-    int rc = KVQ_OK;
-    pthread_mutex_lock(&client->control);
+    *out = NULL;
+    int rc = kvq__turn_take(client, "opening a pool", kvq__deadline(client));
+    if (rc)
+        return rc;
     struct kvq__pool *pool = find_pool(client, place);
     if (!pool)
         rc = make_pool(client, place, here, &pool);
-    else if (here && pool->here.context != here->context)
+    kvq__turn_pass(client);
+    if (rc == KVQ_OK && here && pool->here.context != here->context) {
+        kvq__pool_put(client, pool);
         rc = kvq__set_error(KVQ_E_INVALID,
                             "this client attends on %s in another CUDA context already", place);
-    if (rc == KVQ_OK) {
-        assert(pool && pool->refs > 0);
-        pool->refs++;
     }
-    pthread_mutex_unlock(&client->control);
     *out = rc ? NULL : pool;
     return rc;
 }
@@ -171,18 +177,14 @@ static void destroy_pool(struct kvq__pool *pool)
     free(pool);
 }
 
-static void unref_pool(struct kvq__pool *pool)
-{
-    assert(pool->refs > 0);
-    if (--pool->refs == 0)
-        destroy_pool(pool);
-}
-
 void kvq__pool_put(kvq_client *client, struct kvq__pool *pool)
 {
-    pthread_mutex_lock(&client->control);
-    unref_pool(pool);
-    pthread_mutex_unlock(&client->control);
+    pthread_mutex_lock(&client->table);
+    assert(pool->refs > 0);
+    bool last = --pool->refs == 0;
+    pthread_mutex_unlock(&client->table);
+    if (last)
+        destroy_pool(pool);
 }
 
 void kvq__pools_leave(kvq_client *client)
@@ -190,7 +192,7 @@ void kvq__pools_leave(kvq_client *client)
     struct kvq__pool *pool;
     while ((pool = LIST_FIRST(&client->pools))) {
         LIST_REMOVE(pool, link);
-        unref_pool(pool);
+        kvq__pool_put(client, pool);
     }
 }
 
@@ -220,8 +222,18 @@ static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
     return KVQ_OK;
 }
 
-static int map_packet(struct kvq__pool *pool, const struct kvq__call *call)
+// What a reply of extents goes to.
+struct extending {
+    struct kvq__pool *pool;
+    uint64_t *known;
+    bool more;   // are to be asked for
+    bool failed; // to map what came
+};
+
+static int take_extents(void *to, struct kvq__call *call)
 {
+    struct extending *e = to;
+    struct kvq__pool *pool = e->pool;
     const Kvq__MapExtentsReply *r = call->reply->map_extents;
     int rc = KVQ_OK;
     if (r->n_numbers != call->n_fds || (r->more && r->n_numbers == 0))
@@ -230,52 +242,50 @@ static int map_packet(struct kvq__pool *pool, const struct kvq__call *call)
     for (uint32_t i = 0; i < call->n_fds && rc == KVQ_OK; i++)
         rc = pool->here.driver ? kvq__pool_gpu_extent(pool, r->numbers[i], call->fds[i])
                                : map_extent(pool, r->numbers[i], call->fds[i]);
-    return rc;
+    e->failed = rc != KVQ_OK;
+    if (rc)
+        return rc;
+    *e->known = r->known;
+    e->more = r->more;
+    return KVQ_OK;
 }
 
-static int map_more(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known,
-                    bool *more)
+static int map_more(kvq_client *client, struct extending *e, uint64_t handle)
 {
     Kvq__MapExtents message = KVQ__MAP_EXTENTS__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
                              .want_fds = KVQ__ANY_FDS,
                              .want = KVQ__REPLY__RESULT_MAP_EXTENTS,
-                             .what = "mapping extents"};
+                             .what = "mapping extents",
+                             .take = take_extents,
+                             .to = e};
     message.handle = handle;
     call.request.command_case = KVQ__REQUEST__COMMAND_MAP_EXTENTS;
     call.request.map_extents = &message;
-    *more = false;
+    e->more = false;
     int rc = kvq__exchange(client, &call);
-    if (rc) {
-        // The daemon may have told us of extents whose descriptors were lost, or come too late.
-        // Those that come too late it tells of again, since the call was cancelled.
-        bool late = rc == KVQ_E_DEADLINE && !pool->tells_again;
-        pool->broken |= late || rc == KVQ_E_SYSTEM || rc == KVQ_E_PROTOCOL;
-        return rc;
-    }
-    rc = map_packet(pool, &call);
-    kvq__close_fds(call.fds, call.n_fds);
-    *known = call.reply->map_extents->known;
-    *more = call.reply->map_extents->more;
-    // The daemon holds us for told, and what we lack will be in no later reply.
-    if (rc)
-        pool->broken = true;
+    // The daemon may have told us of extents whose descriptors were lost, or come too late. Those
+    // that come too late it tells of again, since the call was cancelled.
+    bool late = rc == KVQ_E_DEADLINE && !e->pool->tells_again;
+    if (late || rc == KVQ_E_SYSTEM || rc == KVQ_E_PROTOCOL || e->failed)
+        e->pool->broken = true;
     return rc;
 }
 
 int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known)
 {
-    bool more = true;
-    int rc = KVQ_OK;
-    pthread_mutex_lock(&client->control);
+    struct extending e = {.pool = pool, .known = known, .more = true};
+    int rc = kvq__turn_take(client, "mapping extents", kvq__deadline(client));
+    if (rc)
+        return rc;
     assert(pool->refs > 0);
     if (pool->broken)
         rc = kvq__set_error(KVQ_E_SYSTEM,
                             "an extent of the daemon's pool could not be mapped earlier; "
                             "kvq_disconnect, or kvq_reattach, to begin anew");
-    while (rc == KVQ_OK && more)
-        rc = map_more(client, pool, handle, known, &more);
-    pthread_mutex_unlock(&client->control);
+    while (rc == KVQ_OK && e.more)
+        rc = map_more(client, &e, handle);
+    kvq__turn_pass(client);
     return rc;
 }

@@ -2,7 +2,7 @@
 /*
  * kvq/client.h: a connection to kvqd. For everybody.
  *
- * Any number of threads may use a kvq_client: calls on a client take a lock, and are not for the
+ * Any number of threads may use a kvq_client: calls on a client take turns, and are not for the
  * path of a step.
  *
  * Control calls are those on clients, queues, buffers and sessions. A control call that ends with
@@ -22,9 +22,11 @@ extern "C" {
 typedef struct kvq_client kvq_client;
 
 struct kvq_connect_options {
-    uint32_t size;       /* sizeof(struct kvq_connect_options) */
-    uint32_t timeout_ms; /* for connecting and for control calls; 0: 5000 */
-    uint32_t spin_us;    /* longest time that a wait spins before it sleeps; 0: adaptive */
+    uint32_t size; /* sizeof(struct kvq_connect_options) */
+    /* For connecting, and for each control call, calls of other threads that it waits for included;
+     * 0: 5000. kvq_buffer_close, kvq_session_save and kvq_session_restore take longer. */
+    uint32_t timeout_ms;
+    uint32_t spin_us; /* longest time that a wait spins before it sleeps; 0: adaptive */
     /* NULL: $KVQ_RUNTIME_DIR; else the first of $XDG_RUNTIME_DIR/kvqd and /run/kvqd that has a
      * daemon's socket; else the first of them whose variable is set */
     const char *runtime_dir;

@@ -4,7 +4,6 @@
 // could: each call ends with the right code and a text, nothing hangs, no descriptor is left open.
 #include <errno.h>
 #include <math.h>
-#include <poll.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -13,7 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -23,6 +21,7 @@
 #include "proto/limits.h"
 #include "proto/wire.h"
 #include "tests/client/client_kit.h"
+#include "tests/client/own_clock.h"
 
 // ---- The rings ----
 
@@ -253,21 +252,6 @@ static void test_abort_without_tickets(void **unused)
     }
 }
 
-static _Thread_local bool ppoll_fails;
-
-// In place of the C library's, also for libkvq.so.
-__attribute__((visibility("default"))) int ppoll(struct pollfd *fds, nfds_t n,
-                                                 const struct timespec *timeout,
-                                                 const sigset_t *mask)
-{
-    if (ppoll_fails) {
-        errno = ENOMEM;
-        return -1;
-    }
-    struct timespec left = timeout ? *timeout : (struct timespec){0};
-    return (int)syscall(SYS_ppoll, fds, n, timeout ? &left : NULL, mask, sizeof(uint64_t));
-}
-
 // The system refuses to wait: the ticket ends and so does the queue, for an answer that came later
 // would be written to entries that the caller has given up.
 static void test_no_waiting(void **unused)
@@ -277,9 +261,9 @@ static void test_no_waiting(void **unused)
     kvq_ticket ticket;
     rig_up(&r, FAKE_SILENT, 0);
     assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 1, &ticket), KVQ_OK);
-    ppoll_fails = true;
+    own_wait_fails = true;
     assert_int_equal(kvq_wait(r.queue, ticket, UINT64_MAX), KVQ_E_SYSTEM);
-    ppoll_fails = false;
+    own_wait_fails = false;
     expect_text("cannot wait for the daemon");
     assert_int_equal(r.entries[0].status, KVQ_E_SYSTEM);
     assert_int_equal(kvq_wait(r.queue, ticket, 0), KVQ_E_INVALID);

@@ -4,22 +4,21 @@
 // ends with the right code and a text, nothing hangs, no descriptor is left open.
 #include <errno.h>
 #include <fcntl.h>
-#include <poll.h>
+#include <pthread.h>
+#include <semaphore.h>
 #include <setjmp.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
 
 #include "tests/client/client_kit.h"
+#include "tests/client/own_clock.h"
 
 // ---- Connecting ----
 
@@ -218,6 +217,23 @@ static void test_bad_queue(void **unused)
     expect_no_queue(s, KVQ_E_DRAINING, "the lights go out");
 }
 
+// What cannot be used is given back.
+static void test_results_given_back(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    s.ring_magic = 3;
+    assert_int_equal(connect_to(s, 0, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_E_PROTOCOL);
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    assert_int_equal(fake_cancels(daemon), 1);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+}
+
 static void test_bad_buffers(void **unused)
 {
     (void)unused;
@@ -255,37 +271,6 @@ static void test_bad_buffers(void **unused)
     fake_stop(&daemon);
 }
 
-// A clock of the test's own thread, which libkvq takes for the system's: it stands still but for
-// waits for the daemon, the first of which end at once, as if their time had passed.
-static _Thread_local struct {
-    bool on;
-    uint32_t n, skips;
-    uint64_t now_ns, waited_ms[16];
-} own_clock;
-
-#define SEEN_BY_LIBKVQ __attribute__((visibility("default")))
-
-SEEN_BY_LIBKVQ int clock_gettime(clockid_t id, struct timespec *now)
-{
-    if (!own_clock.on || id != CLOCK_MONOTONIC)
-        return (int)syscall(SYS_clock_gettime, id, now);
-    *now = (struct timespec){(time_t)(own_clock.now_ns / 1000000000u),
-                             (long)(own_clock.now_ns % 1000000000u)};
-    return 0;
-}
-
-SEEN_BY_LIBKVQ int ppoll(struct pollfd *fds, nfds_t n, const struct timespec *limit,
-                         const sigset_t *mask)
-{
-    uint64_t ns = limit ? (uint64_t)limit->tv_sec * 1000000000u + (uint64_t)limit->tv_nsec : 0;
-    struct timespec left = limit ? *limit : (struct timespec){0}; // the kernel changes it
-    if (!own_clock.on || own_clock.n == own_clock.skips)
-        return (int)syscall(SYS_ppoll, fds, n, limit ? &left : NULL, mask, (size_t)8);
-    own_clock.waited_ms[own_clock.n++] = ns / 1000000;
-    own_clock.now_ns += ns;
-    return 0;
-}
-
 // A buffer that requests in flight use stays until the daemon says that they are done. It is asked
 // less and less often, for a daemon that is busy reads no question, but every ten minutes at least.
 static void test_buffers_that_are_in_use(void **unused)
@@ -311,6 +296,57 @@ static void test_buffers_that_are_in_use(void **unused)
         assert_int_equal(own_clock.waited_ms[i], i < 10 ? 1000u << i : 600000);
     assert_int_equal(fake_closes(daemon), ASKED + 1);
     expect_text("within 600000 ms");
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(client_fds(), before);
+}
+
+static struct {
+    sem_t waits, goes_on;
+} closing;
+
+static void stand_still(void)
+{
+    sem_post(&closing.waits);
+    sem_wait(&closing.goes_on);
+}
+
+static void *close_buffer(void *arg)
+{
+    kvq_buffer *buffer = arg;
+    own_wait = stand_still;
+    kvq_buffer_close(&buffer);
+    return NULL;
+}
+
+// A call waits for those of other threads no longer than for the daemon.
+static void test_calls_beside_one_that_takes_long(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_buffer *buffer, *none;
+    kvq_queue *queue;
+    pthread_t other;
+    int before = client_fds();
+    s.buffers = true;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_buffer_create(client, 4096, &buffer), KVQ_OK);
+    sem_init(&closing.waits, 0, 0);
+    sem_init(&closing.goes_on, 0, 0);
+    assert_int_equal(pthread_create(&other, NULL, close_buffer, buffer), 0);
+    sem_wait(&closing.waits);
+    assert_int_equal(kvq_session_close(client, 5), KVQ_E_DEADLINE);
+    expect_text("closing a session: calls of other threads");
+    assert_int_equal(kvq_buffer_create(client, 4096, &none), KVQ_E_DEADLINE);
+    assert_null(none);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_E_DEADLINE);
+    assert_null(queue);
+    sem_post(&closing.goes_on);
+    pthread_join(other, NULL);
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    assert_int_equal(fake_cancels(daemon), 0); // nothing was sent
     kvq_disconnect(&client);
     fake_stop(&daemon);
     assert_int_equal(client_fds(), before);
@@ -383,8 +419,10 @@ int main(void)
         cmocka_unit_test(test_calls_given_up),
         cmocka_unit_test(test_calls_that_nobody_takes),
         cmocka_unit_test(test_bad_queue),
+        cmocka_unit_test(test_results_given_back),
         cmocka_unit_test(test_bad_buffers),
         cmocka_unit_test(test_buffers_that_are_in_use),
+        cmocka_unit_test(test_calls_beside_one_that_takes_long),
         cmocka_unit_test(test_no_more_descriptors),
         cmocka_unit_test(test_texts_that_cannot_travel),
     };

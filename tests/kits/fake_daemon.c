@@ -26,6 +26,9 @@ struct fake_daemon {
     char path[108];
     pthread_t thread;
     int listener, stop, connection;
+    int other;                  // a second connection
+    int saving, saved, save_on; // eventfds: a save has begun, is to end; its connection
+    uint32_t save_id;
     struct kvq_daemon_page *page;
     int page_fd;
     struct kvq_req_page *req;
@@ -36,7 +39,7 @@ struct fake_daemon {
     bool deaf;
     uint8_t held[KVQ_MAX_MESSAGE]; // the request whose reply is late
     size_t held_bytes;
-    uint32_t held_id, made;            // requests: whose reply is late, that made a buffer
+    uint32_t held_id, answered;        // requests: whose reply is late, the last answered one
     uint32_t moving;                   // attempts to open a table that it has refused
     uint32_t cancels, closes, appends; // words: a test reads them while the thread serves
     struct kvq_arena arena;
@@ -224,7 +227,6 @@ static void answer_create_buffer(struct fake_daemon *d, const Kvq__CreateBuffer 
     send_reply(d, reply, &fd, 1);
     if (fd != d->listener)
         close(fd);
-    d->made = reply->id;
 }
 
 static bool answer_buffers(struct fake_daemon *d, const Kvq__Request *request, Kvq__Reply *reply)
@@ -235,8 +237,6 @@ static bool answer_buffers(struct fake_daemon *d, const Kvq__Request *request, K
         answer_create_buffer(d, request->create_buffer, reply);
         return true;
     }
-    if (request->command_case == KVQ__REQUEST__COMMAND_CANCEL)
-        kvq_word_add(&d->cancels, d->made && request->cancel->request == d->made);
     return request->command_case == KVQ__REQUEST__COMMAND_CLOSE_BUFFER &&
            kvq_word_add(&d->closes, 1) <= d->script.busy_closes;
 }
@@ -266,6 +266,7 @@ static void answer_session(struct fake_daemon *d, Kvq__Reply *reply)
     session.handle = UINT64_C(1) << 32;
     session.layers = 1;
     session.tokens = 77;
+    session.name = (char *)(uintptr_t) "s";
     session.place = (char *)(uintptr_t) "host";
     reply->result_case = KVQ__REPLY__RESULT_SESSION;
     reply->session = &session;
@@ -386,7 +387,6 @@ static bool hold(struct fake_daemon *d, const Kvq__Request *request, size_t byte
     }
     if (request->command_case != KVQ__REQUEST__COMMAND_CANCEL || d->held_bytes == 0)
         return false;
-    kvq_word_add(&d->cancels, request->cancel->request == d->held_id);
     must(kvq_request_unpack(d->held, d->held_bytes, &d->arena, &held, text) == 0, text);
     d->held_bytes = 0;
     answer(d, held);
@@ -403,6 +403,9 @@ static void answer(struct fake_daemon *d, const Kvq__Request *request)
         send_reply(d, &reply, &d->listener, 1);
     }
     reply.id = request->id;
+    if (request->command_case == KVQ__REQUEST__COMMAND_CANCEL)
+        kvq_word_add(&d->cancels, request->cancel->request == d->answered);
+    d->answered = request->id;
     if (s->garbage) {
         send_packet(d, "\xff\xff\xff", 3, NULL, 0);
     } else if (request->command_case == KVQ__REQUEST__COMMAND_HELLO) {
@@ -417,6 +420,10 @@ static void answer(struct fake_daemon *d, const Kvq__Request *request)
         hang_up(d);
     } else if (request->command_case == KVQ__REQUEST__COMMAND_OPEN_QUEUE) {
         answer_open_queue(d, &reply);
+    } else if (s->saves && request->command_case == KVQ__REQUEST__COMMAND_SAVE_SESSION) {
+        d->save_id = request->id;
+        d->save_on = d->connection;
+        must(write(d->saving, &(uint64_t){1}, 8) == 8, "saving");
     } else if (!answer_buffers(d, request, &reply) && !answer_local(d, request, &reply)) {
         send_reply(d, &reply, NULL, 0);
     }
@@ -440,6 +447,52 @@ static void receive_command(struct fake_daemon *d)
         answer(d, request);
 }
 
+// ---- A second connection, and saves ----
+
+static void receive_other(struct fake_daemon *d)
+{
+    char text[KVQ_TEXT_BYTES];
+    Kvq__Request *request;
+    int first = d->connection;
+    ssize_t n = recv(d->other, d->packet, sizeof d->packet, 0);
+    if (n <= 0) {
+        close(d->other);
+        d->other = -1;
+        return;
+    }
+    d->arena.used = 0;
+    must(kvq_request_unpack(d->packet, (size_t)n, &d->arena, &request, text) == 0, text);
+    d->connection = d->other;
+    answer(d, request);
+    d->connection = first;
+}
+
+static void answer_save(struct fake_daemon *d)
+{
+    Kvq__SaveReply result = KVQ__SAVE_REPLY__INIT;
+    Kvq__Reply reply = KVQ__REPLY__INIT;
+    int first = d->connection;
+    uint64_t count;
+    must(read(d->saved, &count, sizeof count) == sizeof count, "saved");
+    reply.id = d->save_id;
+    reply.result_case = KVQ__REPLY__RESULT_SAVE;
+    reply.save = &result;
+    d->connection = d->save_on;
+    send_reply(d, &reply, NULL, 0);
+    d->connection = first;
+}
+
+void fake_await_save(const struct fake_daemon *daemon)
+{
+    uint64_t count;
+    must(read(daemon->saving, &count, sizeof count) == sizeof count, "saving");
+}
+
+void fake_end_save(const struct fake_daemon *daemon)
+{
+    must(write(daemon->saved, &(uint64_t){1}, 8) == 8, "saved");
+}
+
 // ---- The rings ----
 
 static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_t seq,
@@ -449,6 +502,7 @@ static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_
         d->script.ring == FAKE_NO_ROOM && r->op == KVQ_OP_APPEND && kvq_word_load(&d->appends) == 1;
     int first = full ? KVQ_E_QUOTA : 0;
     int second = d->script.ring == FAKE_POSITIVE_RESULT ? 5 : first ? first : KVQ_E_POSITION;
+    uint32_t extents = r->op == KVQ_OP_STEP ? d->script.step_extents : 0;
     struct kvq_completion done = {.seq = seq, .status = status, .count = (uint16_t)count};
     uint32_t room = 0, slots = kvq_completion_slots(count);
     must(kvq_ring_room(&d->tx, &room) == 0 && room >= slots, "room");
@@ -456,7 +510,8 @@ static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_
     done.value = r->step;
     kvq_ring_write(&d->tx, 0, &done, sizeof done);
     for (uint32_t i = 0; i < count; i++) {
-        struct kvq_result result = {.status = i % 2 ? second : first, .value = 77};
+        struct kvq_result result = {
+            .status = i % 2 ? second : first, .extents = extents, .value = 77};
         kvq_ring_write(&d->tx, sizeof done + i * sizeof result, &result, sizeof result);
     }
     kvq_ring_publish(&d->tx, slots);
@@ -556,21 +611,31 @@ static void *serve(void *arg)
 {
     struct fake_daemon *d = arg;
     for (;;) {
-        struct pollfd p[4] = {{.fd = d->stop, .events = POLLIN},
-                              {.fd = d->connection < 0 ? d->listener : -1, .events = POLLIN},
+        bool full = d->connection >= 0 && (d->other >= 0 || !d->script.saves);
+        struct pollfd p[6] = {{.fd = d->stop, .events = POLLIN},
+                              {.fd = full ? -1 : d->listener, .events = POLLIN},
                               {.fd = d->deaf ? -1 : d->connection, .events = POLLIN},
-                              {.fd = d->request_event, .events = POLLIN}};
-        must(poll(p, 4, -1) >= 0 || errno == EINTR, "poll");
+                              {.fd = d->request_event, .events = POLLIN},
+                              {.fd = d->other, .events = POLLIN},
+                              {.fd = d->saved, .events = POLLIN}};
+        must(poll(p, 6, -1) >= 0 || errno == EINTR, "poll");
         if (p[0].revents)
             break;
         if (p[3].revents)
             serve_ring(d);
         else if (p[2].revents)
             receive_command(d);
+        else if (p[5].revents)
+            answer_save(d);
+        else if (p[4].revents)
+            receive_other(d);
         else if (p[1].revents)
-            d->connection = accept4(d->listener, NULL, NULL, SOCK_CLOEXEC);
+            *(d->connection < 0 ? &d->connection : &d->other) =
+                accept4(d->listener, NULL, NULL, SOCK_CLOEXEC);
     }
     hang_up(d);
+    if (d->other >= 0)
+        close(d->other);
     return NULL;
 }
 
@@ -581,13 +646,15 @@ struct fake_daemon *fake_start(const char *dir, const struct fake_script *script
     void *memory = malloc(KVQ_WIRE_ARENA);
     must(d && memory, "malloc");
     d->script = *script;
-    d->connection = d->request_event = d->wake_ours = -1;
+    d->connection = d->other = d->request_event = d->wake_ours = -1;
     kvq_arena_init(&d->arena, memory, KVQ_WIRE_ARENA);
     snprintf(d->path, sizeof d->path, "%s/attach.sock", dir);
     memcpy(address.sun_path, d->path, sizeof address.sun_path);
     unlink(d->path);
     d->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     d->stop = eventfd(0, EFD_CLOEXEC);
+    d->saving = eventfd(0, EFD_CLOEXEC);
+    d->saved = eventfd(0, EFD_CLOEXEC);
     must(bind(d->listener, (struct sockaddr *)&address, sizeof address) == 0, "bind");
     must(listen(d->listener, 8) == 0, "listen");
     must(pthread_create(&d->thread, NULL, serve, d) == 0, "thread");
@@ -601,6 +668,8 @@ void fake_stop(struct fake_daemon **daemon)
     pthread_join(d->thread, NULL);
     close(d->listener);
     close(d->stop);
+    close(d->saving);
+    close(d->saved);
     unlink(d->path);
     free(d->arena.memory);
     free(d);

@@ -54,6 +54,7 @@ struct fake_script {
     bool buffers;         // makes them; else the reply holds no result
     bool no_memory;       // the descriptors beside them are none of memory
     uint32_t busy_closes; // so many requests to close one get no answer
+    bool saves; // takes a second connection, and answers a save on either at fake_end_save
     // In-context mode: one session of one layer, with 77 tokens.
     const char *isa;   // that it names; NULL: none
     int pool_status;   // of OpenPool
@@ -68,6 +69,7 @@ struct fake_script {
     uint32_t extents, extent_fds;   // numbers and descriptors that MapExtents answers
     uint32_t extent;                // the first of these numbers
     uint64_t extent_memory;         // bytes of an extent; 0: extent_bytes
+    uint32_t step_extents;          // that a step on a ring says its sessions have
     uint32_t cpus;                  // shown in the page: enough of them let clients spin
     uint64_t epoch;
 };
@@ -80,6 +82,9 @@ struct fake_daemon;
 // Listens on DIR/attach.sock until fake_stop. Aborts the test program when the system fails it.
 struct fake_daemon *fake_start(const char *dir, const struct fake_script *script);
 void fake_stop(struct fake_daemon **daemon);
+// Waits until a save has begun; ends it.
+void fake_await_save(const struct fake_daemon *daemon);
+void fake_end_save(const struct fake_daemon *daemon);
 // Requests that were cancelled by their right number. Once a later call was answered.
 uint32_t fake_cancels(const struct fake_daemon *daemon);
 // Requests to close a buffer. Once a later call was answered.
