@@ -15,6 +15,7 @@
 //   capture merge                 apart from all that: capture files, and arithmetic
 //   in_context/                   attention in this process; in_context.h lists its files
 //   client                        connecting and disconnecting
+//   disk                          saving and restoring, which have a connection of their own
 //
 // Three locks, taken in this order:
 //   turn      the attach socket: one control call at a time has it, from request to reply. Others

@@ -523,58 +523,6 @@ int kvq_session_pin(kvq_client *client, kvq_session session, int pin)
     return kvq__ask(client, &call);
 }
 
-// ---- On disk ----
-
-enum { DISK_MS = 3600000 }; // gigabytes take their time
-
-static int ask_disk(kvq_client *client, struct kvq__call *call)
-{
-    call->send_fd = -1;
-    call->patience_ms = DISK_MS;
-    return kvq__ask(client, call);
-}
-
-int kvq_session_save(kvq_client *client, kvq_session session)
-{
-    Kvq__SaveSession message = KVQ__SAVE_SESSION__INIT;
-    struct kvq__call call = {
-        .request = KVQ__REQUEST__INIT, .want = KVQ__REPLY__RESULT_SAVE, .what = "saving a session"};
-    if (!client)
-        return kvq__set_error(KVQ_E_INVALID, "kvq_session_save: an argument is NULL");
-    message.which_case = KVQ__SAVE_SESSION__WHICH_HANDLE;
-    message.handle = session;
-    call.request.command_case = KVQ__REQUEST__COMMAND_SAVE_SESSION;
-    call.request.save_session = &message;
-    return ask_disk(client, &call);
-}
-
-static bool is_name(const char *name)
-{
-    return strlen(name) < KVQ_NAME_BYTES && kvq_text_valid(name, strlen(name));
-}
-
-int kvq_session_restore(kvq_client *client, const char *ns, const char *name, uint32_t shard,
-                        uint32_t shards)
-{
-    Kvq__RestoreSession message = KVQ__RESTORE_SESSION__INIT;
-    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
-    struct kvq__call call = {.request = KVQ__REQUEST__INIT,
-                             .want = KVQ__REPLY__RESULT__NOT_SET,
-                             .what = "restoring a session"};
-    if (!client || !name)
-        return kvq__set_error(KVQ_E_INVALID, "kvq_session_restore: an argument is NULL");
-    if (!is_name(name) || (ns && !is_name(ns)))
-        return kvq__set_error(KVQ_E_INVALID, "kvq_session_restore: a name is no short text");
-    ref.name = text_of(name);
-    ref.namespace_ = text_of(ns ? ns : "");
-    message.ref = &ref;
-    message.shard = shard;
-    message.shards = shards;
-    call.request.command_case = KVQ__REQUEST__COMMAND_RESTORE_SESSION;
-    call.request.restore_session = &message;
-    return ask_disk(client, &call);
-}
-
 // ---- Asking ----
 
 static bool is_read_only(kvq_client *client, kvq_session session)

@@ -440,6 +440,58 @@ static void test_late_extents(void **unused)
     }
 }
 
+// In-context mode up to its session, which is not taken in.
+static void open_local(struct local_rig *l, struct fake_script script)
+{
+    const struct kvq_local_options o = {
+        .size = sizeof o, .max_tokens = 1024, .flags = KVQ_LOCAL_REQUIRE};
+    const struct kvq_session_options so = {.size = sizeof so, .format = "f16"};
+    assert_int_equal(connect_to(script, 500, &l->r.daemon, &l->r.client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(l->r.client, &l->r.queue), KVQ_OK);
+    assert_int_equal(kvq_local_open(l->r.queue, &o, &l->local), KVQ_OK);
+    assert_int_equal(kvq_session_open(l->r.client, &so, &l->session, NULL), KVQ_OK);
+}
+
+// ---- In-context mode beside a save ----
+
+static void *save(void *arg)
+{
+    const struct local_rig *l = arg;
+    return (void *)(intptr_t)kvq_session_save(l->r.client, l->session);
+}
+
+// A step's end maps what is new, and a session is taken in, while another thread saves.
+static void test_local_beside_a_save(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    kvq_buffer *buffer;
+    pthread_t saver;
+    void *saved;
+    int before = client_fds();
+    struct fake_script s = fake_good();
+    s.saves = s.buffers = true;
+    s.step_extents = 9;
+    open_local(&l, s);
+    assert_int_equal(kvq_buffer_create(l.r.client, 4096, &buffer), KVQ_OK);
+    struct kvq_tensor kv = kvq_tensor_make(buffer, 0, 1, 64, KVQ_DTYPE_F16);
+    const struct kvq_step_work work = {.k = &kv, .v = &kv, .n_layers = 1};
+    struct kvq_entry e = {.session = l.session, .position = 77, .append = 1};
+    assert_int_equal(pthread_create(&saver, NULL, save, &l), 0);
+    fake_await_save(l.r.daemon);
+    assert_int_equal(kvq_local_add(l.local, l.session), KVQ_OK);
+    assert_int_equal(kvq_local_begin(l.local, &e, 1), KVQ_OK);
+    assert_int_equal(kvq_local_end(l.local, &work, &e, 1), KVQ_OK);
+    assert_int_equal(e.status, KVQ_OK);
+    assert_int_equal(kvq_local_begin(l.local, &e, 1), KVQ_OK); // all is mapped
+    fake_end_save(l.r.daemon);
+    pthread_join(saver, &saved);
+    assert_int_equal((intptr_t)saved, KVQ_OK);
+    kvq_buffer_close(&buffer);
+    local_down(&l);
+    assert_int_equal(client_fds(), before);
+}
+
 // A session that is on its way to its place is waited for, but no longer than the client waits.
 static void test_local_of_a_moving_session(void **unused)
 {
@@ -622,6 +674,7 @@ int main(void)
         cmocka_unit_test(test_reattach),
         cmocka_unit_test(test_other_versions),
         cmocka_unit_test(test_late_extents),
+        cmocka_unit_test(test_local_beside_a_save),
         cmocka_unit_test(test_local_of_a_moving_session),
         cmocka_unit_test(test_local_nonsense),
         cmocka_unit_test(test_local_extents),
