@@ -56,8 +56,9 @@ struct kvq__pool {
     uint64_t span, extent_bytes;
     uint8_t *at;                 // the addresses that are kept for it; never NULL
     void *mapping;               // what is to be unmapped, at most one huge page before `at`
-    bool broken;                 // an extent could not be mapped
-    bool tells_again;            // the daemon, of extents whose reply was given up
+    bool tells_again;            // the daemon, of extents that could not be mapped
+    bool broken;                 // some could not be, and are in no later reply
+    char cause[KVQ__TEXT_BYTES]; // of that
     // On a GPU: `at` is an address there.
     struct kvq__gpu_context here; // driver NULL: the host
     struct kvq_gpu kernels;

@@ -250,6 +250,14 @@ static int take_extents(void *to, struct kvq__call *call)
     return KVQ_OK;
 }
 
+// The daemon has told of extents that we lack, and they are in no later reply.
+static void lose_extents(struct kvq__pool *pool, const char *why)
+{
+    assert(!pool->broken);
+    pool->broken = true;
+    snprintf(pool->cause, sizeof pool->cause, "%s", why);
+}
+
 static int map_more(kvq_client *client, struct extending *e, uint64_t handle)
 {
     Kvq__MapExtents message = KVQ__MAP_EXTENTS__INIT;
@@ -265,11 +273,11 @@ static int map_more(kvq_client *client, struct extending *e, uint64_t handle)
     call.request.map_extents = &message;
     e->more = false;
     int rc = kvq__exchange(client, &call);
-    // The daemon may have told us of extents whose descriptors were lost, or come too late. Those
-    // that come too late it tells of again, since the call was cancelled.
-    bool late = rc == KVQ_E_DEADLINE && !e->pool->tells_again;
-    if (late || rc == KVQ_E_SYSTEM || rc == KVQ_E_PROTOCOL || e->failed)
-        e->pool->broken = true;
+    // Their reply was late, or its descriptors were lost, or they could not be mapped. The daemon
+    // tells of them again if it can, since the call was cancelled.
+    bool lost = rc == KVQ_E_DEADLINE || rc == KVQ_E_SYSTEM || e->failed;
+    if (rc == KVQ_E_PROTOCOL || (lost && !e->pool->tells_again))
+        lose_extents(e->pool, kvq_error_text());
     return rc;
 }
 
@@ -282,8 +290,9 @@ int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle
     assert(pool->refs > 0);
     if (pool->broken)
         rc = kvq__set_error(KVQ_E_SYSTEM,
-                            "an extent of the daemon's pool could not be mapped earlier; "
-                            "kvq_disconnect, or kvq_reattach, to begin anew");
+                            "an extent of the daemon's pool could not be mapped earlier (%s); "
+                            "kvq_disconnect, or kvq_reattach, to begin anew",
+                            pool->cause);
     while (rc == KVQ_OK && e.more)
         rc = map_more(client, &e, handle);
     kvq__turn_pass(client);

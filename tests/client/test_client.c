@@ -452,6 +452,44 @@ static void open_local(struct local_rig *l, struct fake_script script)
     assert_int_equal(kvq_session_open(l->r.client, &so, &l->session, NULL), KVQ_OK);
 }
 
+// Extents whose descriptors do not fit are given back, and told of again when there is room. With a
+// daemon that does not tell of them again the mode ends, and goes on saying why. Those that cannot
+// be mapped are given back as well.
+static void test_lost_extents(void **unused)
+{
+    (void)unused;
+    enum { INFO, TABLE, EXTENTS, PACKETS };
+    static struct local_rig l;
+    int before = client_fds();
+    for (int again = 0; again < 2; again++) {
+        struct fake_script s = fake_good();
+        s.extents = s.extent_fds = 1;
+        s.tells_again = again;
+        open_local(&l, s);
+        own_loss = PACKETS;
+        assert_int_equal(kvq_local_add(l.local, l.session), KVQ_E_SYSTEM);
+        assert_int_equal(own_loss, 0);
+        expect_text("ulimit -n");
+        int rc = kvq_local_add(l.local, l.session);
+        assert_int_equal(rc, again ? KVQ_OK : KVQ_E_SYSTEM);
+        if (!again) {
+            expect_text("could not be mapped earlier");
+            expect_text("ulimit -n");
+        }
+        assert_int_equal(fake_cancels(l.r.daemon), 1);
+        local_down(&l);
+        assert_int_equal(client_fds(), before);
+    }
+    struct fake_script s = fake_good();
+    s.extents = s.extent_fds = 2; // the second one has an impossible number
+    open_local(&l, s);
+    assert_int_equal(kvq_local_add(l.local, l.session), KVQ_E_PROTOCOL);
+    assert_int_equal(kvq_session_close(l.r.client, l.session), KVQ_OK);
+    assert_int_equal(fake_cancels(l.r.daemon), 1);
+    local_down(&l);
+    assert_int_equal(client_fds(), before);
+}
+
 // ---- In-context mode beside a save ----
 
 static void *save(void *arg)
@@ -674,6 +712,7 @@ int main(void)
         cmocka_unit_test(test_reattach),
         cmocka_unit_test(test_other_versions),
         cmocka_unit_test(test_late_extents),
+        cmocka_unit_test(test_lost_extents),
         cmocka_unit_test(test_local_beside_a_save),
         cmocka_unit_test(test_local_of_a_moving_session),
         cmocka_unit_test(test_local_nonsense),
