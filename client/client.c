@@ -211,6 +211,7 @@ void kvq_disconnect(kvq_client **client)
     struct kvq_queue *queue;
     if (!c)
         return;
+    c->leaving = true;
     while (!LIST_EMPTY(&c->locals)) {
         kvq_local *local = LIST_FIRST(&c->locals);
         kvq_local_close(&local);

@@ -211,6 +211,7 @@ struct kvq_client {
     struct kvq__handle handles[KVQ__HANDLES];
     // In-context mode (in_context/).
     uint64_t connection; // how often it was attached
+    bool leaving;        // kvq_disconnect: the daemon closes with the connection what belongs to it
     struct kvq__pools pools;        // of this connection, under the table lock
     struct kvq__locals locals;      // under the table lock
     uint32_t changes[KVQ__HANDLES]; // words: changes of each handle's session that we asked for

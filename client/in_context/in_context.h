@@ -182,8 +182,10 @@ int kvq__reading_books(kvq_client *client, struct kvq__pool *pool,
 // ---- page_table.c ----
 
 int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *session);
-// Unmaps the table; tells the daemon if the connection is the same.
-void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *session);
+// Unmaps the table; tells the daemon if the connection is the same, and waits for its answer until
+// the deadline: callers that close many have one for all of them.
+void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *session,
+                           uint64_t deadline_ns);
 // Checks the counts of a table: KVQ_OK or KVQ_E_PROTOCOL.
 int kvq__page_table_check(const struct kvq__local_session *session);
 

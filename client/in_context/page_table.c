@@ -161,25 +161,31 @@ int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *s)
 
 // ---- Closing ----
 
-static void tell_closed(struct kvq_local *local, uint64_t handle)
+static void tell_closed(kvq_client *client, uint64_t handle, uint64_t deadline_ns)
 {
+    uint64_t now = kvq_now_ns();
+    uint64_t left_ms = deadline_ns > now ? (deadline_ns - now) / 1000000u : 0;
     Kvq__CloseTable message = KVQ__CLOSE_TABLE__INIT;
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a page table"};
     message.handle = handle;
+    call.patience_ms = left_ms ? (uint32_t)left_ms : 1; // enough to send it
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
     call.request.close_table = &message;
-    kvq__ask(local->client, &call);
+    kvq__ask(client, &call);
 }
 
-void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s)
+void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s,
+                           uint64_t deadline_ns)
 {
+    kvq_client *client = local->client;
     assert(!s->in_step);
     bool there = s->table || s->piece.at;
     if (s->piece.at)
         kvq__page_table_gpu_unmap(local, s);
-    if (there && local->connection == local->client->connection && !local->queue->dead)
-        tell_closed(local, s->handle);
+    bool heard = local->connection == client->connection && !local->queue->dead && !client->leaving;
+    if (there && heard)
+        tell_closed(client, s->handle, deadline_ns);
     if (s->table)
         munmap((void *)(uintptr_t)s->table, s->table_bytes);
     s->table = NULL;

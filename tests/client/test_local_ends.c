@@ -3,6 +3,7 @@
 // Ends of steps in the engine's own context that fail: which of them leave the step open, to be
 // tried again, and which end it.
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -13,6 +14,7 @@
 
 #include "proto/limits.h"
 #include "tests/client/local_kit.h"
+#include "tests/client/own_clock.h"
 
 enum { LAYERS = 3, KV_HEADS = 2, DIM = 64 };
 
@@ -273,6 +275,51 @@ static void test_ends_without_tickets(void **state)
     }
 }
 
+// ---- A daemon that is stopped ----
+
+enum { SOME = 8 };
+
+static uint64_t waited_ms(void)
+{
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < own_clock.n; i++)
+        sum += own_clock.waited_ms[i];
+    return sum;
+}
+
+// However many sessions a kvq_local has, closing it waits for the daemon once; the daemon hears of
+// all of them when it goes on.
+static void test_closes_before_a_stopped_daemon(void **state)
+{
+    kvq_session sessions[SOME];
+    char name[2] = "a";
+    (void)state;
+    open_local();
+    for (int i = 0; i < SOME; i++, name[0]++) {
+        sessions[i] = local_open_small(name, 0, 1);
+        fine(kvq_local_add(rig.local, sessions[i]));
+    }
+    assert_int_equal(kill(rig.daemon.pid, SIGSTOP), 0);
+    own_clock = (struct own_clock){.on = true, .skips = UINT32_MAX};
+    kvq_local_close(&rig.local);
+    own_clock.on = false;
+    assert_int_equal(kill(rig.daemon.pid, SIGCONT), 0);
+    assert_int_equal(own_clock.n, SOME);
+    assert_in_range(waited_ms(), 20000, 20000 + SOME); // what the rig's client waits
+    open_local();
+    for (int i = 0; i < SOME; i++)
+        fine(kvq_local_add(rig.local, sessions[i]));
+    // A client that leaves tells of none.
+    assert_int_equal(kill(rig.daemon.pid, SIGSTOP), 0);
+    own_clock = (struct own_clock){.on = true, .skips = UINT32_MAX};
+    kvq_disconnect(&rig.client);
+    rig.local = NULL; // it went with the client
+    own_clock.on = false;
+    assert_int_equal(kill(rig.daemon.pid, SIGCONT), 0);
+    assert_int_equal(own_clock.n, 1); // for the end of the connection
+    assert_int_equal(waited_ms(), 20000);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -281,6 +328,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_ends_again_with_all, narrow_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ends_for_both, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ends_without_tickets, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_closes_before_a_stopped_daemon, local_setup,
+                                        local_teardown),
     };
     local_prepare(LAYERS, KV_HEADS, DIM);
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
