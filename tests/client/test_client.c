@@ -530,6 +530,32 @@ static void test_local_beside_a_save(void **unused)
     assert_int_equal(client_fds(), before);
 }
 
+// Where the daemon takes no further connection a save has the client's own. Where the daemon is
+// gone, a restore says so.
+static void test_saves_without_another_connection(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    pthread_t saver;
+    void *saved;
+    int before = client_fds();
+    struct fake_script s = fake_good();
+    s.saves = true;
+    s.other_hello_status = KVQ_E_LIMIT;
+    open_local(&l, s);
+    assert_int_equal(pthread_create(&saver, NULL, save, &l), 0);
+    fake_await_save(l.r.daemon);
+    fake_end_save(l.r.daemon);
+    pthread_join(saver, &saved);
+    assert_int_equal((intptr_t)saved, KVQ_OK);
+    fake_stop(&l.r.daemon);
+    assert_int_equal(kvq_session_restore(l.r.client, NULL, "s", 0, 0), KVQ_E_DISCONNECTED);
+    expect_text("kvq_reattach");
+    kvq_local_close(&l.local);
+    kvq_disconnect(&l.r.client);
+    assert_int_equal(client_fds(), before);
+}
+
 // A session that is on its way to its place is waited for, but no longer than the client waits.
 static void test_local_of_a_moving_session(void **unused)
 {
@@ -714,6 +740,7 @@ int main(void)
         cmocka_unit_test(test_late_extents),
         cmocka_unit_test(test_lost_extents),
         cmocka_unit_test(test_local_beside_a_save),
+        cmocka_unit_test(test_saves_without_another_connection),
         cmocka_unit_test(test_local_of_a_moving_session),
         cmocka_unit_test(test_local_nonsense),
         cmocka_unit_test(test_local_extents),

@@ -143,6 +143,8 @@ static void answer_hello(struct fake_daemon *d, Kvq__Reply *reply)
 {
     Kvq__HelloReply hello = KVQ__HELLO_REPLY__INIT;
     const struct fake_script *s = &d->script;
+    int status = d->connection == d->other ? s->other_hello_status : s->hello_status;
+    uint32_t n_fds = status == s->hello_status ? s->hello_fds : 0;
     int fds[KVQ_MAX_PACKET_FDS];
     void *map;
     d->page_fd = make_memory(sizeof(struct kvq_daemon_page), !s->unsealed, &map);
@@ -162,19 +164,19 @@ static void answer_hello(struct fake_daemon *d, Kvq__Reply *reply)
         munmap(map, s->page_bytes);
         d->page = NULL;
     }
-    for (uint32_t i = 0; i < s->hello_fds; i++)
+    for (uint32_t i = 0; i < n_fds; i++)
         fds[i] = d->page_fd;
     hello.protocol = s->protocol;
     hello.client_id = 7;
     if (s->isa)
         hello.isa = (char *)(uintptr_t)s->isa;
     hello.daemon_version = (char *)(uintptr_t) "fake";
-    if (!s->hello_only && s->hello_status == 0) {
+    if (!s->hello_only && status == 0) {
         reply->result_case = KVQ__REPLY__RESULT_HELLO;
         reply->hello = &hello;
     }
-    reply->status = s->hello_status;
-    send_reply(d, reply, fds, s->hello_fds);
+    reply->status = status;
+    send_reply(d, reply, fds, n_fds);
     close(d->page_fd);
     if (d->page)
         munmap(d->page, sizeof *d->page);

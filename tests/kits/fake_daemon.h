@@ -55,6 +55,7 @@ struct fake_script {
     bool no_memory;       // the descriptors beside them are none of memory
     uint32_t busy_closes; // so many requests to close one get no answer
     bool saves; // takes a second connection, and answers a save on either at fake_end_save
+    int other_hello_status; // on the second connection
     // In-context mode: one session of one layer, with 77 tokens.
     const char *isa;   // that it names; NULL: none
     int pool_status;   // of OpenPool
