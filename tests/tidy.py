@@ -82,7 +82,7 @@ LOUD_ALLOWED = {
     "daemon/http/events.c": "it writes answers into memory",
     "daemon/http/http.c": "it writes answers into memory",
     "daemon/http/metrics.c": "it writes answers into memory",
-    "client/ggml/cache.c": "llama.cpp gives backends no place for a text",
+    "client/ggml/daemon.c": "llama.cpp gives backends no place for a text",
     "storage/remote_index.c": "it writes into memory",
     "storage/remote_upload.c": "it writes into memory",
 }

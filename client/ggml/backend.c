@@ -455,8 +455,7 @@ static void backend_free(ggml_backend_t backend)
     pthread_mutex_lock(&layouts_lock);
     forget_context(own);
     pthread_mutex_unlock(&layouts_lock);
-    kvq_queue_close(&own->daemon.queue);
-    kvq_disconnect(&own->daemon.client);
+    kvq_ggml_daemon_close(&own->daemon);
     free(own);
     free(backend);
 }
@@ -511,25 +510,20 @@ static bool device_supports_buft(ggml_backend_dev_t device, ggml_backend_buffer_
     return ggml_backend_buft_is_host(type);
 }
 
-// NULL, and a line on stderr, where no daemon is: llama.cpp then makes no context.
+// NULL, and a line on stderr, where no daemon is, or the environment asks for what there is not:
+// llama.cpp then makes no context.
 static ggml_backend_t device_init(ggml_backend_dev_t device, const char *params)
 {
     (void)params;
     static uint8_t guid[16] = "kvq for ggml";
     ggml_backend_t backend = calloc(1, sizeof *backend);
     struct backend *own = calloc(1, sizeof *own);
-    const struct kvq_connect_options options = {.size = sizeof options, .name = "llama.cpp"};
     if (!backend || !own) {
         kvq_ggml_refuse("no memory for a backend");
         goto fail;
     }
-    own->daemon.threads = 1;
-    if (kvq_connect(&options, &own->daemon.client) ||
-        kvq_queue_open(own->daemon.client, &own->daemon.queue)) {
-        kvq_ggml_refuse("%s; llama.cpp runs without kvq if GGML_BACKEND_PATH is unset",
-                        kvq_error_text());
+    if (!kvq_ggml_daemon_open(&own->daemon))
         goto fail;
-    }
     pthread_mutex_lock(&layouts_lock);
     own->maker = pthread_self();
     own->next = contexts;
@@ -543,8 +537,6 @@ static ggml_backend_t device_init(ggml_backend_dev_t device, const char *params)
     backend->context = own;
     return backend;
 fail:
-    if (own)
-        kvq_disconnect(&own->daemon.client);
     free(own);
     free(backend);
     return NULL;

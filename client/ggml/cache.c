@@ -7,8 +7,6 @@
 
 #include <assert.h>
 #include <ggml.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -34,6 +32,7 @@ struct kvq_ggml_cache {
     struct kvq_ggml_sessions all;
     struct kvq_ggml_stream streams[KVQ_GGML_STREAMS];
     struct desk near, far, *desk; // desk: the step's
+    uint32_t remade;              // the daemon's, when the streams' sessions were opened
 
     // The step.
     enum state state;
@@ -47,22 +46,6 @@ struct kvq_ggml_cache {
 
     struct kvq_ggml_layer layers[]; // all.n_layers
 };
-
-bool kvq_ggml_refuse(const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    fputs("kvq: ", stderr);
-    vfprintf(stderr, format, arguments);
-    fputc('\n', stderr);
-    va_end(arguments);
-    return false;
-}
-
-bool kvq_ggml_failed(const char *what)
-{
-    return kvq_ggml_refuse("%s: %s", what, kvq_error_text());
-}
 
 // What ggml keeps in an attention's op_params.
 struct params {
@@ -101,6 +84,7 @@ struct kvq_ggml_cache *kvq_ggml_cache_new(struct kvq_ggml_daemon *daemon,
     if (cache) {
         memcpy(cache->layers, layers, n * sizeof *layers);
         kvq_ggml_sessions_init(&cache->all, daemon, cache->layers, n);
+        cache->remade = daemon->remade;
     }
     return cache;
 }
@@ -174,9 +158,8 @@ static bool take_desk(struct kvq_ggml_cache *cache, uint32_t rows)
     desk->out_at = desk->q_at + q_bytes;
     desk->ids_at = desk->out_at + q_bytes;
     const uint64_t bytes = desk->ids_at + desk->rows * sizeof(int32_t);
-    if (kvq_buffer_create(cache->all.daemon->client, bytes, &desk->buffer))
-        return kvq_ggml_failed("no buffer for a step");
-    return true;
+    const int code = kvq_buffer_create(cache->all.daemon->client, bytes, &desk->buffer);
+    return !code || kvq_ggml_failed("no buffer for a step", code);
 }
 
 // Where K or V of a layer lies.
@@ -201,7 +184,7 @@ static bool give_up_step(struct kvq_ggml_cache *cache)
     } else if (cache->state == UNDER_WAY) {
         const int code = kvq_step_abort(cache->all.daemon->queue, cache->number, NULL, 0);
         if (code && code != KVQ_E_DISCONNECTED) // the daemon gives up what a client had
-            kvq_ggml_failed("a step stays open");
+            kvq_ggml_failed("a step stays open", code);
     }
     cache->state = IDLE;
     cache->next = 0;
@@ -209,19 +192,36 @@ static bool give_up_step(struct kvq_ggml_cache *cache)
     return false;
 }
 
-static bool refuse_step(struct kvq_ggml_cache *cache, const char *what)
+static bool refuse_step(struct kvq_ggml_cache *cache, const char *what, int code)
 {
-    kvq_ggml_failed(what);
+    kvq_ggml_failed(what, code);
     return give_up_step(cache);
 }
 
-// Whether a request and all its entries went well.
-static bool went(const struct kvq_ggml_cache *cache, int code)
+// The code of a request, or the first one of its entries that is none of 0.
+static int code_of(const struct kvq_ggml_cache *cache, int code)
 {
-    bool well = code == 0;
+    for (uint32_t i = 0; i < cache->n && code == 0; i++)
+        code = cache->entries[i].status;
+    return code;
+}
+
+// A sequence that begins at the first token needs nothing of what was before: if the connection is
+// lost, it has one made anew. All sessions of the old one are gone.
+static bool connect_anew(struct kvq_ggml_cache *cache)
+{
+    bool first = false, connected = true;
     for (uint32_t i = 0; i < cache->n; i++)
-        well = well && cache->entries[i].status == 0;
-    return well;
+        first |= cache->entries[i].position == 0;
+    if (first)
+        connected = kvq_ggml_daemon_again(cache->all.daemon);
+    if (cache->remade != cache->all.daemon->remade) {
+        kvq_local_close(&cache->all.local);
+        for (uint32_t i = 0; i < KVQ_GGML_STREAMS; i++)
+            kvq_ggml_stream_forget(&cache->all, &cache->streams[i]);
+        cache->remade = cache->all.daemon->remade;
+    }
+    return connected;
 }
 
 // Learns from the cells of a forward's tokens which streams it has, and where they go on.
@@ -260,7 +260,7 @@ static bool plan_step(struct kvq_ggml_cache *cache, const struct ggml_tensor *ce
             return kvq_ggml_refuse("a step with %u tokens of one stream and %u of another",
                                    cache->entries[i].append, cache->each);
     }
-    return n && take_desk(cache, cache->rows);
+    return n && connect_anew(cache) && take_desk(cache, cache->rows);
 }
 
 bool kvq_ggml_cache_rows(struct kvq_ggml_cache *cache, uint32_t layer, bool is_v,
@@ -363,12 +363,13 @@ static bool begin_step(struct kvq_ggml_cache *cache)
                                     : kvq_step_begin_ids(cache->all.daemon->queue, cache->entries,
                                                          cache->n, &told, &cache->number);
     if (code)
-        return kvq_ggml_failed("no step");
+        return kvq_ggml_failed("no step", code);
     bool any = is_near(cache); // of the streams is in it; else the daemon has no such step
     for (uint32_t i = 0; i < cache->n; i++)
         any = any || cache->entries[i].status == 0;
     cache->state = any ? UNDER_WAY : GIVEN;
-    return went(cache, code) || refuse_step(cache, "no step");
+    const int worst = code_of(cache, code);
+    return !worst || refuse_step(cache, "no step", worst);
 }
 
 // Ends the step behind its last layer.
@@ -385,8 +386,9 @@ static bool end_step(struct kvq_ggml_cache *cache)
             kvq_ggml_stream_committed(&cache->all, &cache->streams[cache->which[i]],
                                       cache->which[i], cache->entries[i].value);
     }
-    if (!went(cache, code))
-        return refuse_step(cache, "the step's tokens are not stored");
+    const int worst = code_of(cache, code);
+    if (worst)
+        return refuse_step(cache, "the step's tokens are not stored", worst);
     cache->state = IDLE;
     cache->next = 0;
     return true;
@@ -429,12 +431,12 @@ bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct 
                              KVQ_DTYPE_F32),
         .q = kvq_tensor_make(buffer, cache->desk->q_at, shape->q_heads, dim, KVQ_DTYPE_F32),
         .out = kvq_tensor_make(buffer, cache->desk->out_at, shape->q_heads, dim, KVQ_DTYPE_F32)};
-    const int code =
-        is_near(cache)
-            ? kvq_local_attend(cache->all.local, &work, cache->entries, cache->n)
-            : kvq_append_attend(cache->all.daemon->queue, &work, cache->entries, cache->n);
-    if (!went(cache, code))
-        return refuse_step(cache, "attention failed");
+    const int code = code_of(
+        cache, is_near(cache)
+                   ? kvq_local_attend(cache->all.local, &work, cache->entries, cache->n)
+                   : kvq_append_attend(cache->all.daemon->queue, &work, cache->entries, cache->n));
+    if (code)
+        return refuse_step(cache, "attention failed", code);
     memcpy(node->data, desk_at(cache, cache->desk->out_at),
            (size_t)cache->rows * shape->q_heads * dim * sizeof(float));
     cache->has_k = cache->has_v = false;

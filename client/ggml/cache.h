@@ -12,11 +12,8 @@
 #ifndef KVQ_GGML_CACHE_H
 #define KVQ_GGML_CACHE_H
 
-#include "client/kvq.h"
+#include "client/ggml/daemon.h"
 #include "proto/limits.h"
-
-#include <stdbool.h>
-#include <stdint.h>
 
 struct ggml_tensor;
 
@@ -30,13 +27,6 @@ struct kvq_ggml_layer {
     const struct ggml_tensor *k, *v; // llama.cpp's own tensors [streams][cells][heads * dim]
     struct kvq_layer shape;
     int number; // llama.cpp's
-};
-
-// What a backend's caches share.
-struct kvq_ggml_daemon {
-    kvq_client *client;
-    kvq_queue *queue;
-    int threads; // that attend, the caller's included
 };
 
 struct kvq_ggml_cache;
@@ -65,10 +55,5 @@ void kvq_ggml_cache_lose(struct kvq_ggml_cache *cache);
 struct kvq_layer kvq_ggml_shape(const struct ggml_tensor *attention);
 // Whether it has what kvqd does not serve: NULL, "ALiBi" or "attention sinks".
 const char *kvq_ggml_extra(const struct ggml_tensor *attention);
-
-// "kvq: " and a sentence on stderr; always false.
-bool kvq_ggml_refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
-// The same, of a call of libkvq that failed: what it was for, and what the library says.
-bool kvq_ggml_failed(const char *what);
 
 #endif

@@ -12,12 +12,6 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-enum {
-    ROLLBACK = 32,        // tokens that llama.cpp takes back without loss, unless told otherwise
-    MOST_ROLLBACK = 1024, // that kvqd takes
-    MOST_NAME = 100,      // bytes, before the number of a stream
-};
-
 void kvq_ggml_sessions_init(struct kvq_ggml_sessions *all, struct kvq_ggml_daemon *daemon,
                             const struct kvq_ggml_layer *layers, uint32_t n)
 {
@@ -35,55 +29,9 @@ void kvq_ggml_sessions_init(struct kvq_ggml_sessions *all, struct kvq_ggml_daemo
 
 // ---- Options --------------------------------------------------------------------------------
 
-// What the environment asks for.
-struct asked {
-    const char *format, *name; // name: NULL if none
-    uint8_t attention;
-    uint32_t rollback;
-};
-
-// NULL also if it is empty: compose files and systemd units leave variables so that nobody set.
-static const char *from_environment(const char *variable)
-{
-    const char *value = getenv(variable);
-    return value && *value ? value : NULL;
-}
-
-static bool ask_environment(struct asked *asked)
-{
-    const char *format = from_environment("KVQ_LLAMA_FORMAT");
-    const char *path = from_environment("KVQ_LLAMA_ATTENTION");
-    const char *back = from_environment("KVQ_LLAMA_ROLLBACK");
-    *asked = (struct asked){.format = format ? format : "kvq2",
-                            .name = from_environment("KVQ_LLAMA_SESSION"),
-                            .attention = KVQ_ATTENTION_DEFAULT,
-                            .rollback = ROLLBACK};
-    if (path && strcmp(path, "exact") && strcmp(path, "fast"))
-        return kvq_ggml_refuse("KVQ_LLAMA_ATTENTION is \"%s\"; give exact or fast", path);
-    if (path)
-        asked->attention = *path == 'e' ? KVQ_ATTENTION_EXACT : KVQ_ATTENTION_FAST;
-    if (back) {
-        const unsigned long told = strtoul(back, NULL, 10);
-        if (strspn(back, "0123456789") != strlen(back) || told > MOST_ROLLBACK)
-            return kvq_ggml_refuse("KVQ_LLAMA_ROLLBACK is \"%s\"; give tokens, 0 to %d", back,
-                                   MOST_ROLLBACK);
-        asked->rollback = (uint32_t)told;
-    }
-    if (asked->name && strlen(asked->name) > MOST_NAME)
-        return kvq_ggml_refuse("KVQ_LLAMA_SESSION has %zu bytes; give a name of at most %d",
-                               strlen(asked->name), MOST_NAME);
-    return true;
-}
-
-// Of windows, and of what is read back: a cache in bf16 holds K and V in nothing else.
-static uint8_t dtype_of(const char *format)
-{
-    return strcmp(format, "bf16") == 0 ? KVQ_DTYPE_BF16 : KVQ_DTYPE_F16;
-}
-
 // What options point to.
 struct words {
-    char name[MOST_NAME + 28];
+    char name[KVQ_GGML_NAME + 28]; // with the number of a stream
     struct kvq_layer shapes[KVQ_GGML_LAYERS];
 };
 
@@ -91,8 +39,8 @@ struct words {
 static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_stream *stream,
                      uint32_t which, struct words *words, struct kvq_session_options *options)
 {
-    struct asked asked;
-    if (!ask_environment(&asked))
+    struct kvq_ggml_asked asked;
+    if (!kvq_ggml_ask(&asked))
         return false;
     const char *name = stream->spared ? NULL : asked.name;
     for (uint32_t i = 0; i < all->n_layers; i++)
@@ -105,7 +53,7 @@ static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_
                                             .layers = words->shapes,
                                             .n_layers = all->n_layers,
                                             .format = asked.format,
-                                            .dtype = dtype_of(asked.format),
+                                            .dtype = asked.dtype,
                                             .attention = asked.attention,
                                             .max_rollback = asked.rollback,
                                             .place = "host"};
@@ -150,8 +98,8 @@ static bool open_local(struct kvq_ggml_sessions *all)
                                               .threads = (uint32_t)all->threads,
                                               .parallel = PARALLEL,
                                               .parallel_context = all};
-    return !kvq_local_open(all->daemon->queue, &options, &all->local) ||
-           kvq_ggml_failed("no attention in this process");
+    const int code = kvq_local_open(all->daemon->queue, &options, &all->local);
+    return !code || kvq_ggml_failed("no attention in this process", code);
 }
 
 // The session of a stream. One with a name may be there.
@@ -166,13 +114,15 @@ static bool open_stream_session(struct kvq_ggml_sessions *all, struct kvq_ggml_s
     }
     if (!all->local && !open_local(all))
         return false;
-    if (kvq_session_open(all->daemon->client, options, &stream->session, &info))
-        return kvq_ggml_failed("no session");
+    int code = kvq_session_open(all->daemon->client, options, &stream->session, &info);
+    if (code)
+        return kvq_ggml_failed("no session", code);
     stream->tokens = info.tokens;
     if (info.created && !stream->ids)
         stream->ids = calloc(all->cells, sizeof *stream->ids);
-    if (kvq_local_add(all->local, stream->session)) {
-        kvq_ggml_failed("no session");
+    code = kvq_local_add(all->local, stream->session);
+    if (code) {
+        kvq_ggml_failed("no session", code);
         kvq_ggml_stream_close(all, stream);
         return false;
     }
@@ -198,6 +148,13 @@ void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_
     }
     free(stream->ids);
     *stream = (struct kvq_ggml_stream){0};
+}
+
+void kvq_ggml_stream_forget(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
+{
+    const uint64_t stamp = stream->session ? KVQ_GGML_LOST : stream->stamp;
+    kvq_ggml_stream_close(all, stream);
+    stream->stamp = stamp;
 }
 
 // Destroys the session. llama.cpp's cells are not taken on trust again before the next step.
@@ -256,8 +213,9 @@ static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml
     for (uint32_t i = 0; i < all->n_layers; i++)
         bytes += (uint64_t)2 * tail->tokens * all->layers[i].shape.kv_heads *
                  all->layers[i].shape.k_dim * sizeof(uint16_t);
-    if (kvq_buffer_create(all->daemon->client, bytes, &tail->buffer))
-        return kvq_ggml_failed("no buffer to go back");
+    int code = kvq_buffer_create(all->daemon->client, bytes, &tail->buffer);
+    if (code)
+        return kvq_ggml_failed("no buffer to go back", code);
     bytes = 0;
     for (uint32_t i = 0; i < all->n_layers; i++) {
         const struct kvq_layer *shape = &all->layers[i].shape;
@@ -270,8 +228,10 @@ static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml
         const struct kvq_work work = {.layer = i, .k = tail->k[i], .v = tail->v[i]};
         struct kvq_entry entry = {
             .session = stream->session, .position = tail->first, .append = tail->tokens};
-        if (kvq_read(all->daemon->queue, &work, &entry, 1) || entry.status)
-            return kvq_ggml_failed("tokens are not read back");
+        code = kvq_read(all->daemon->queue, &work, &entry, 1);
+        code = code ? code : entry.status;
+        if (code)
+            return kvq_ggml_failed("tokens are not read back", code);
     }
     return true;
 }
@@ -286,8 +246,10 @@ static bool append_tail(const struct kvq_ggml_sessions *all, struct kvq_ggml_str
                                        .ids = {ids, tail->first * sizeof(int32_t)}};
     struct kvq_entry entry = {
         .session = stream->session, .position = stream->tokens, .append = tail->tokens};
-    if (kvq_step(all->daemon->queue, &work, &entry, 1) || entry.status)
-        return kvq_ggml_failed("tokens are not given back");
+    int code = kvq_step(all->daemon->queue, &work, &entry, 1);
+    code = code ? code : entry.status;
+    if (code)
+        return kvq_ggml_failed("tokens are not given back", code);
     stream->tokens = entry.value;
     return true;
 }
@@ -308,8 +270,9 @@ static bool hold_prefix(const struct kvq_ggml_sessions *all,
     struct kvq_session_info info = {.size = sizeof info};
     assert(options->prefix.tokens > 0);
     unnamed.name = NULL;
-    if (kvq_session_open(all->daemon->client, &unnamed, holder, &info))
-        return kvq_ggml_failed("no session to go back");
+    const int code = kvq_session_open(all->daemon->client, &unnamed, holder, &info);
+    if (code)
+        return kvq_ggml_failed("no session to go back", code);
     return begins_with(info.tokens, options->prefix.tokens);
 }
 
@@ -325,19 +288,22 @@ static bool rebuild_session(struct kvq_ggml_sessions *all, struct kvq_ggml_strea
     kvq_session holder = 0;
     bool well = false;
     assert(stream->ids && cell < stream->tokens);
-    if (!tail || kvq_buffer_create(all->daemon->client, cell * sizeof(int32_t), &ids)) {
-        kvq_ggml_failed("no buffer to go back");
+    int code = tail ? kvq_buffer_create(all->daemon->client, cell * sizeof(int32_t), &ids) : 0;
+    if (!tail || code) {
+        (void)(tail ? kvq_ggml_failed("no buffer to go back", code)
+                    : kvq_ggml_refuse("no memory to go back"));
         goto out;
     }
     memcpy(kvq_buffer_data(ids), stream->ids, cell * sizeof(int32_t));
     if (!describe(all, stream, which, &words, &options))
         goto out;
     options.prefix = (struct kvq_prefix){.buffer = ids, .tokens = cell};
-    if (kvq_lookup(all->daemon->client, &options, &tail->first)) {
+    code = kvq_lookup(all->daemon->client, &options, &tail->first);
+    if (code) {
         kvq_ggml_refuse("llama.cpp goes back from %llu tokens to %llu: %s. KVQ_LLAMA_ROLLBACK "
                         "(now %u) says how many can be taken back with every format",
                         (unsigned long long)stream->tokens, (unsigned long long)cell,
-                        kvq_error_text(), options.max_rollback);
+                        kvq_ggml_why(code), options.max_rollback);
         goto out;
     }
     tail->tokens = (uint32_t)(cell - tail->first);
@@ -382,7 +348,7 @@ static bool go_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
     else
         kvq_ggml_refuse("llama.cpp goes back from %llu tokens to %llu: %s",
                         (unsigned long long)stream->tokens, (unsigned long long)cell,
-                        kvq_error_text());
+                        kvq_ggml_why(code));
     return code == 0;
 }
 
@@ -426,9 +392,10 @@ bool kvq_ggml_stream_go_to(struct kvq_ggml_sessions *all, struct kvq_ggml_stream
     if (cell && stream->spared && (!own || cell > stream->tokens))
         return take_back(all, stream, which, cell);
     if (cell && !own)
-        return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens that it restored, copied or "
-                               "shifted, and kvqd does not have; begin anew (llama-server: "
-                               "--cache-ram 0)",
+        return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens that kvqd does not have: they "
+                               "were restored, copied or shifted, or the kvqd that had them is "
+                               "gone; begin anew (llama-server: --cache-ram 0; llama-cpp-python: "
+                               "Llama.reset())",
                                (unsigned long long)cell);
     if (cell > stream->tokens)
         return kvq_ggml_refuse("llama.cpp goes on behind %llu tokens, and kvqd has %llu of them; "

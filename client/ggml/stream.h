@@ -6,7 +6,8 @@
 // llama.cpp decides where it goes on; the session is brought there. Behind its end: refused. A few
 // tokens back (KVQ_LLAMA_ROLLBACK): truncated. Further: a new session shares the packed pages that
 // stay, and gets the rest as kvqd reads them back. At cell 0: another sequence, a new session.
-// Behind cells that llama.cpp has restored, copied or shifted meanwhile: refused.
+// Behind cells that llama.cpp has restored, copied or shifted meanwhile, or that a connection had
+// which is lost: refused.
 #ifndef KVQ_GGML_STREAM_H
 #define KVQ_GGML_STREAM_H
 
@@ -55,6 +56,9 @@ void kvq_ggml_stream_number(struct kvq_ggml_sessions *all, struct kvq_ggml_strea
 // The step is stored: the stream has so many tokens.
 void kvq_ggml_stream_committed(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                                uint32_t which, uint64_t tokens);
+
+// The session is gone with the connection: what goes on over it is refused until it begins anew.
+void kvq_ggml_stream_forget(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream);
 
 // Closes the session: one with a name stays in kvqd.
 void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream);

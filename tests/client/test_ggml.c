@@ -402,8 +402,10 @@ static void test_restored_cells(void **state)
     forward(0, 0, 150);
     forward(1, 0, 30);
     memcpy(cells, copied, sizeof copied);
+    listen_to_words();
     refused_forward(0, 101, 1);
     refused_forward(0, 150, 1);
+    assert_int_equal(heard("--cache-ram 0; llama-cpp-python: Llama.reset()"), 2);
     memset(cells, 0, sizeof saved);
     refused_forward(0, 101, 1);
     memcpy(cells + 2 * KV * CELLS, copied, sizeof copied); // into another stream
@@ -519,13 +521,27 @@ static void test_bf16(void **state)
     rig.near = usual;
 }
 
+// A new context refuses what one that is there refuses at a prompt.
 static void test_a_format_that_is_none(void **state)
 {
     (void)state;
     setenv("KVQ_LLAMA_FORMAT", "oscar9", 1);
     refused_forward(0, 0, 3);
+    listen_to_words();
+    assert_null(rig.device->iface.init_backend(rig.device, NULL));
+    assert_int_equal(heard("KVQ_LLAMA_FORMAT is \"oscar9\""), 1);
+    listen_to_words();
+    assert_null(rig.device->iface.init_backend(rig.device, NULL));
+    assert_int_equal(heard("did you mean 'oscar2'?"), 1);
     setenv("KVQ_LLAMA_FORMAT", "f16", 1);
+    setenv("KVQ_LLAMA_ROLLBACK", "many", 1);
+    assert_null(rig.device->iface.init_backend(rig.device, NULL));
+    setenv("KVQ_LLAMA_ROLLBACK", "20", 1);
     forward(0, 0, 3);
+    setenv("KVQ_LLAMA_FORMAT", "vecinfer-4@book", 1); // whether that is one the model's shape says
+    end_backend();
+    begin_backend();
+    refused_forward(0, 0, 3);
 }
 
 static void test_a_daemon_that_goes(void **state)
@@ -539,6 +555,59 @@ static void test_a_daemon_that_goes(void **state)
     daemon_start(&rig.daemon);
     begin_backend();
     forward(0, 0, 3);
+}
+
+// The same context goes on with prompts that begin at their first token.
+static void test_a_daemon_that_comes_back(void **state)
+{
+    (void)state;
+    forward(0, 0, 100);
+    forward(0, 100, 1);
+    forward(1, 0, 30);
+    daemon_end(&rig.daemon, SIGKILL);
+    listen_to_words();
+    refused_forward(0, 0, 3);
+    refused_forward(0, 101, 1);
+    assert_int_equal(heard("the next prompt that begins at the first token"), 2);
+    daemon_start(&rig.daemon);
+    listen_to_words();
+    refused_forward(0, 3, 1);
+    refused_forward(0, 101, 1);
+    assert_int_equal(heard("kvq_reattach"), 0);
+    listen_to_words();
+    forward(0, 0, 200);
+    assert_int_equal(heard("connected again: kvqd was restarted"), 1);
+    forward(0, 200, 1);
+    forward(0, 50, 3); // deeper than what kvqd can take back
+    refused_forward(1, 30, 1);
+    forward(1, 0, 3);
+    forward(0, 53, 1);
+    daemon_end(&rig.daemon, SIGTERM);
+    daemon_start(&rig.daemon);
+    listen_to_words();
+    forward(0, 0, 3); // nothing was asked meanwhile
+    forward(0, 3, 100);
+    refused_forward(1, 3, 1);
+    assert_int_equal(heard("the kvqd that had them is gone; begin anew"), 1);
+    forward(0, 103, 1);
+}
+
+// So it does where the session has a name, which the new daemon does not know.
+static void test_a_daemon_that_comes_back_without_a_name(void **state)
+{
+    (void)state;
+    end_backend();
+    setenv("KVQ_LLAMA_SESSION", "chat", 1);
+    begin_backend();
+    forward(0, 0, 100);
+    daemon_end(&rig.daemon, SIGKILL);
+    daemon_start(&rig.daemon);
+    ggml_kit.names = 0;
+    forward(0, 0, 70);
+    forward(0, 70, 1);
+    assert_int_equal(ggml_kit.names, 1);
+    refused_forward(0, 80, 1);
+    forward(0, 10, 1);
 }
 
 int main(void)
@@ -567,7 +636,10 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_attention_without_rows, setup, teardown),
         cmocka_unit_test_setup_teardown(test_bf16, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_format_that_is_none, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_a_daemon_that_goes, setup, teardown)};
+        cmocka_unit_test_setup_teardown(test_a_daemon_that_goes, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_daemon_that_comes_back, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_daemon_that_comes_back_without_a_name, setup,
+                                        teardown)};
     daemon_prepare(&rig.daemon);
     rig.device = ggml_backend_init()->iface.get_device(ggml_backend_init(), 0);
     const int failed = cmocka_run_group_tests(tests, NULL, NULL);

@@ -40,6 +40,8 @@ class Context:
         options.type_k = options.type_v = int(os.environ.get("KVQ_TEST_TYPE", "1"))
         options.flash_attn_type = 1 if os.environ.get("GGML_BACKEND_PATH") else 0
         self.context = api.llama_init_from_model(self.model, options)
+        if not self.context:
+            sys.exit("no context")
         self.words = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         self.memory, self.at = api.llama_get_memory(self.context), 0
 

@@ -71,9 +71,9 @@ class Llama(e2e_rig.Test):
         cls.file = os.path.join(cls.folder.name, "state")
 
     def engine(self, **environment):
-        return self.started(GGML_BACKEND_PATH=BACKEND, KVQ_RUNTIME_DIR=self.daemon.directory,
-                            **{"KVQ_LLAMA_FORMAT": "f16", "KVQ_LLAMA_ATTENTION": "exact",
-                               **environment})
+        return self.started(**{
+            "GGML_BACKEND_PATH": BACKEND, "KVQ_RUNTIME_DIR": self.daemon.directory,
+            "KVQ_LLAMA_FORMAT": "f16", "KVQ_LLAMA_ATTENTION": "exact", **environment})
 
     def started(self, **environment):
         engine = Engine(self.model, **environment)
@@ -146,6 +146,29 @@ class Llama(e2e_rig.Test):
                 ours.ask("clear")
                 self.assertIsNotNone(ours.ask("decode", TEXT[:5]))
                 self.assertIn("context shift", ours.end())
+
+    def test_a_format_that_is_none_makes_no_context(self):
+        errors = self.engine(KVQ_LLAMA_FORMAT="kvq3").end()
+        self.assertIn('KVQ_LLAMA_FORMAT is "kvq3"', errors)
+        self.assertIn("did you mean", errors)
+        self.assertIn("no context", errors)
+
+    def test_it_goes_on_after_a_restart_of_kvqd(self):
+        stock = self.started()
+        with tempfile.TemporaryDirectory() as folder:
+            with e2e_rig.Daemon(folder) as daemon:
+                ours = self.engine(KVQ_RUNTIME_DIR=folder)
+                self.assertIsNotNone(ours.ask("decode", TEXT[:50]))
+                daemon.kill()
+                self.assertIsNone(ours.ask("decode", TEXT[50:51]))
+            with e2e_rig.Daemon(folder):
+                self.assertIsNone(ours.ask("decode", TEXT[50:51]))
+                self.assertEqual([e.ask("clear") for e in (ours, stock)], [True, True])
+                for ids in TEXT[:300], TEXT[300:301]:
+                    self.near(*(e.ask("decode", ids) for e in (ours, stock)), 1e-5)
+                errors = ours.end()
+        self.assertEqual(errors.count("the next prompt that begins at the first token goes on"), 2)
+        self.assertEqual(errors.count("connected again: kvqd was restarted"), 1)
 
     def test_a_session_outlives_its_engine(self):
         """llama.cpp's own state says which cells are in use; K and V are in kvqd."""
