@@ -54,15 +54,16 @@ struct backend {
     struct kvq_ggml_cache *caches[CACHES];
     const struct ggml_backend_buffer *buffers[CACHES];
     uint32_t n;
+    bool told; // that its attention is no flash attention; under layouts_lock
 };
 static struct backend *contexts; // the newest first; under layouts_lock
 
 // The context whose graph this thread asks about; NULL: not known, until one computes with the
 // cache. ggml does not say it, but llama.cpp asks about a context's first graphs in the thread that
 // makes the context, before that makes another one.
-static const struct backend *planning_context(void)
+static struct backend *planning_context(void)
 {
-    const struct backend *at = contexts;
+    struct backend *at = contexts;
     while (at && !pthread_equal(at->maker, pthread_self()))
         at = at->next;
     return at;
@@ -295,10 +296,28 @@ static bool touches_one_in_use(const struct ggml_tensor *op)
     return touches;
 }
 
+// An attention of another kind reads the cache: its rows must be there. That nothing is kvq's then
+// must not stay unsaid, once a context. V tells it: K is also read to turn its positions.
+static void leave_cache(const struct ggml_tensor *op)
+{
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        int number;
+        uint32_t at;
+        const struct ggml_tensor *source = root(op->src[i]);
+        struct layout *layout = find_layer(source, &at);
+        if (layout)
+            layout->read[at] = true;
+        struct backend *context = is_cache(source, 'v', &number) ? planning_context() : NULL;
+        if (!context || context->told)
+            continue;
+        context->told = true;
+        kvq_ggml_refuse("K and V of this context stay in llama.cpp's own cache, without kvq: flash "
+                        "attention is off; set it (-fa on; llama-cpp-python: flash_attn=True)");
+    }
+}
+
 static bool takes(const struct ggml_tensor *op)
 {
-    struct layout *layout;
-    uint32_t at;
     if (is_view(op) || touches_one_in_use(op))
         return true; // ggml's own backends would find nothing in a cache that kvqd has
     switch (op->op) {
@@ -306,12 +325,8 @@ static bool takes(const struct ggml_tensor *op)
         return takes_attention(op);
     case GGML_OP_SET_ROWS:
         return takes_rows(op);
-    default: // an attention of another kind reads the cache: its rows must be there
-        for (int i = 0; i < GGML_MAX_SRC; i++) {
-            layout = find_layer(root(op->src[i]), &at);
-            if (layout)
-                layout->read[at] = true;
-        }
+    default:
+        leave_cache(op);
         return false;
     }
 }
@@ -323,6 +338,17 @@ static bool device_supports_op(ggml_backend_dev_t device, const struct ggml_tens
     const bool yes = takes(op);
     pthread_mutex_unlock(&layouts_lock);
     return yes;
+}
+
+// Whoever gave llama.cpp's cache other types than its usual one hears what holds for them.
+static void tell_types(const struct layout *layout)
+{
+    struct kvq_ggml_asked asked;
+    const enum ggml_type k = layout->layers[0].k->type, v = layout->layers[0].v->type;
+    if ((k != GGML_TYPE_F16 || v != GGML_TYPE_F16) && kvq_ggml_ask(&asked))
+        kvq_ggml_refuse("llama.cpp's cache types (-ctk %s, -ctv %s; type_k, type_v) have no "
+                        "effect: kvqd holds K and V in %s, which KVQ_LLAMA_FORMAT says",
+                        ggml_type_name(k), ggml_type_name(v), asked.format);
 }
 
 // A cache of what the graphs showed of this buffer; NULL: refused.
@@ -344,6 +370,7 @@ static struct kvq_ggml_cache *make_cache(struct backend *backend,
     if (cache) {
         layout->context = layout->in_use ? layout->context : backend;
         layout->in_use = true;
+        tell_types(layout);
     }
     pthread_mutex_unlock(&layouts_lock);
     if (!all)

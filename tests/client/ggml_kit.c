@@ -50,6 +50,11 @@ const char *ggml_op_name(enum ggml_op op)
                                           : "OTHER";
 }
 
+const char *ggml_type_name(enum ggml_type type)
+{
+    return type == GGML_TYPE_F16 ? "f16" : type == GGML_TYPE_Q8_0 ? "q8_0" : "other";
+}
+
 bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
 {
     return type == NULL;

@@ -45,6 +45,42 @@ static void test_rows_are_taken_with_their_attention(void **state)
     assert_true(takes(&l->set_k));
 }
 
+// Once a context, and not of K alone, which llama.cpp also reads to turn its positions.
+static void test_attention_that_is_no_flash_attention_is_told(void **state)
+{
+    (void)state;
+    struct layer *l = &rig.layers[0];
+    struct ggml_tensor turn = {.op = GGML_OP_ROPE, .src = {&l->k}};
+    struct ggml_tensor scores = {.op = GGML_OP_MUL_MAT, .src = {&l->k, &l->q}};
+    struct ggml_tensor out = {.op = GGML_OP_MUL_MAT, .src = {&l->v, &scores}};
+    listen_to_words();
+    assert_false(takes(&turn));
+    assert_false(takes(&scores));
+    assert_int_equal(heard("flash"), 0);
+    listen_to_words();
+    for (int i = 0; i < 3; i++)
+        assert_false(takes(&out));
+    assert_int_equal(heard("-fa on; llama-cpp-python: flash_attn=True"), 1);
+    end_backend();
+    rig.backend = rig.device->iface.init_backend(rig.device, NULL);
+    listen_to_words();
+    assert_false(takes(&out)); // whose layers no flash attention has shown
+    assert_false(takes(&out));
+    assert_int_equal(heard("flash attention is off"), 1);
+}
+
+static void test_types_without_effect_are_told(void **state)
+{
+    (void)state;
+    rig.layers[0].k_cache.type = rig.layers[0].v_cache.type = GGML_TYPE_Q8_0;
+    listen_to_words();
+    forward(0, 0, 3);
+    forward(0, 3, 1);
+    assert_int_equal(heard("(-ctk q8_0, -ctv q8_0; type_k, type_v) have no effect: kvqd holds K "
+                           "and V in f16"),
+                     1);
+}
+
 static void test_attention_of_other_kinds_is_left(void **state)
 {
     (void)state;
@@ -137,6 +173,9 @@ static void test_layers_with_windows_are_left(void **state)
     static char windows, whole, draft;
     rig.layers[2].k_cache.buffer = rig.layers[2].v_cache.buffer = (void *)&whole;
     make_small_cache(2, (void *)&windows);
+    struct ggml_tensor turn = {.op = GGML_OP_ROPE, .src = {&rig.layers[0].k}};
+    listen_to_words();
+    takes(&turn);
     ask();
     ask();
     assert_int_equal(ask(), PER_LAYER); // of the third layer
@@ -144,6 +183,7 @@ static void test_layers_with_windows_are_left(void **state)
     for (int i = 0; i < 2 * PER_LAYER; i++)
         rig.graph.nodes[i]->flags = 0; // ggml's own CPU backend has these
     assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+    assert_int_equal(heard("flash attention is off"), 0);
     make_caches();
     make_small_cache(LAYERS, (void *)&draft); // another model, with fewer cells
     ask();
@@ -614,6 +654,9 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_rows_are_taken_with_their_attention, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_attention_that_is_no_flash_attention_is_told, setup,
+                                        teardown),
+        cmocka_unit_test_setup_teardown(test_types_without_effect_are_told, setup, teardown),
         cmocka_unit_test_setup_teardown(test_attention_of_other_kinds_is_left, setup, teardown),
         cmocka_unit_test_setup_teardown(test_more_layers_than_a_session_has, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_cache_where_another_was, setup, teardown),

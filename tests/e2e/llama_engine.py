@@ -7,7 +7,8 @@
                                 ["save", FILE], ["restore", FILE, tokens]
 
 Answers each with a line of JSON: of "decode" the last token's logits, or null if it failed. With
-GGML_BACKEND_PATH in the environment llama.cpp loads that backend."""
+GGML_BACKEND_PATH in the environment llama.cpp loads that backend, and has flash attention unless
+KVQ_TEST_FLASH is 0 (or -1, which leaves it to llama.cpp)."""
 import ctypes
 import json
 import os
@@ -38,7 +39,8 @@ class Context:
         options.n_ctx, options.n_batch, options.n_ubatch = 2048, 512, 512
         options.n_threads = options.n_threads_batch = 2
         options.type_k = options.type_v = int(os.environ.get("KVQ_TEST_TYPE", "1"))
-        options.flash_attn_type = 1 if os.environ.get("GGML_BACKEND_PATH") else 0
+        flash = "1" if os.environ.get("GGML_BACKEND_PATH") else "0"
+        options.flash_attn_type = int(os.environ.get("KVQ_TEST_FLASH", flash))
         self.context = api.llama_init_from_model(self.model, options)
         if not self.context:
             sys.exit("no context")

@@ -146,6 +146,18 @@ class Llama(e2e_rig.Test):
                 ours.ask("clear")
                 self.assertIsNotNone(ours.ask("decode", TEXT[:5]))
                 self.assertIn("context shift", ours.end())
+                self.assertEqual(ours.end().count("have no effect: kvqd holds K and V in f16"),
+                                 int(kind != "1"))
+
+    def test_without_flash_attention_it_says_so(self):
+        """Off, and left to llama.cpp, which turns it off."""
+        for flash in "0", "-1":
+            with self.subTest(flash):
+                ours = self.engine(KVQ_TEST_FLASH=flash)
+                self.assertIsNotNone(ours.ask("decode", TEXT[:50]))
+                self.assertIsNotNone(ours.ask("decode", TEXT[50:51]))
+                self.assertEqual(self.daemon.ctl("session", "list"), [])
+                self.assertEqual(ours.end().count("flash attention is off; set it (-fa on"), 1)
 
     def test_a_format_that_is_none_makes_no_context(self):
         errors = self.engine(KVQ_LLAMA_FORMAT="kvq3").end()

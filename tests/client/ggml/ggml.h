@@ -11,7 +11,7 @@
 
 enum { GGML_MAX_SRC = 10 };
 enum { GGML_TENSOR_FLAG_COMPUTE = 16 };
-enum ggml_type { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_I64 };
+enum ggml_type { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_I64, GGML_TYPE_Q8_0 };
 enum ggml_status { GGML_STATUS_FAILED = -1, GGML_STATUS_SUCCESS = 0 };
 enum ggml_op {
     GGML_OP_NONE,
@@ -41,6 +41,7 @@ struct ggml_tensor {
 };
 
 const char *ggml_op_name(enum ggml_op op);
+const char *ggml_type_name(enum ggml_type type);
 struct ggml_cgraph;
 int ggml_graph_n_nodes(struct ggml_cgraph *graph);
 struct ggml_tensor *ggml_graph_node(struct ggml_cgraph *graph, int i);
