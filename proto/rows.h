@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which bytes a strided tensor [rows][heads][width] covers, and whether two tensors overlap. The
-// daemon and libkvq refuse a request whose outputs overlap each other or the tensors that it reads;
-// both call these functions. Pure functions. All numbers are allowed: sums have 128 bits.
+// daemon refuses a request by these functions, libkvq one that it serves itself, and libkvq says by
+// them why the daemon has refused one. Pure functions. All numbers are allowed: sums have 128 bits.
 #ifndef KVQ_PROTO_ROWS_H
 #define KVQ_PROTO_ROWS_H
 
@@ -12,7 +12,7 @@
 typedef unsigned __int128 kvq_wide;
 
 struct kvq_rows {
-    uint64_t start; // address of row 0
+    uint64_t start; // address of row 0, or where it begins in its buffer
     uint64_t row_stride, head_stride;
     uint64_t first, n; // rows [first, first + n)
     uint32_t heads, width;
@@ -45,12 +45,33 @@ static inline bool kvq_rows_empty(const struct kvq_rows *r)
     return r->n == 0 || r->heads == 0 || r->width == 0;
 }
 
+// Adds rows [row, row + n) of heads x width: the tensor then goes from the first row to the last,
+// and has the most heads and the largest width.
+static inline void kvq_rows_add(struct kvq_rows *r, uint64_t row, uint64_t n, uint32_t heads,
+                                uint32_t width)
+{
+    if (n == 0)
+        return;
+    uint64_t first = r->n && r->first < row ? r->first : row;
+    uint64_t end = r->n && r->first + r->n > row + n ? r->first + r->n : row + n;
+    r->first = first;
+    r->n = end - first;
+    r->heads = heads > r->heads ? heads : r->heads;
+    r->width = width > r->width ? width : r->width;
+}
+
+// Whether a stride is less than what it steps over, which no entry's rows may have.
+static inline bool kvq_rows_narrow(const struct kvq_rows *r)
+{
+    return (r->n > 1 && r->row_stride < r->width) || (r->heads > 1 && r->head_stride < r->width);
+}
+
 // Whether two rows or heads of one tensor share a byte. Exact.
 static inline bool kvq_rows_fold(const struct kvq_rows *r)
 {
     if (kvq_rows_empty(r))
         return false;
-    if ((r->n > 1 && r->row_stride < r->width) || (r->heads > 1 && r->head_stride < r->width))
+    if (kvq_rows_narrow(r))
         return true;
     if (r->n == 1 || r->heads == 1 || r->row_stride >= kvq_rows_row(r) ||
         r->head_stride >= kvq_rows_head(r))
@@ -96,6 +117,16 @@ static inline bool kvq_rows_meet(const struct kvq_rows *a, const struct kvq_rows
         return false;
     bool nested = rows && heads && a->head_stride && a->row_stride % a->head_stride == 0;
     return !(nested && kvq_rows_interleave(apart, a->head_stride, a->width, b->width));
+}
+
+// Whether what attention writes overlaps itself or what it reads: Q, K and V.
+static inline bool kvq_rows_clash(const struct kvq_rows *out, const struct kvq_rows *lse,
+                                  const struct kvq_rows in[3])
+{
+    bool bad = kvq_rows_fold(out) || kvq_rows_fold(lse) || kvq_rows_meet(out, lse);
+    for (int i = 0; i < 3 && !bad; i++)
+        bad = kvq_rows_meet(out, &in[i]) || kvq_rows_meet(lse, &in[i]);
+    return bad;
 }
 
 #endif

@@ -76,8 +76,6 @@ void kvq__attend_close(struct kvq_local *local)
 
 // ---- Tensors ----
 
-typedef unsigned __int128 wide;
-
 static uint32_t element_bytes(const struct kvq_tensor *t)
 {
     return t->dtype == KVQ_DTYPE_F32 ? 4 : 2;
@@ -113,14 +111,18 @@ static int check_attend_tensor(const struct kvq_local *local, const struct kvq_t
 static int check_rows(const struct kvq_tensor *t, uint32_t heads, uint32_t dim, uint64_t row,
                       uint64_t n)
 {
-    uint64_t width = (uint64_t)dim * element_bytes(t);
+    const struct kvq_rows r = {.start = t->offset,
+                               .row_stride = t->token_stride,
+                               .head_stride = t->head_stride,
+                               .first = row,
+                               .n = n,
+                               .heads = heads,
+                               .width = dim * element_bytes(t)};
     if (n == 0)
         return KVQ_OK;
-    if ((heads > 1 && t->head_stride < width) || (n > 1 && t->token_stride < width))
+    if (kvq_rows_narrow(&r))
         return KVQ_E_INVALID;
-    wide end = t->offset + ((wide)row + n - 1) * t->token_stride;
-    end += (wide)(heads - 1) * t->head_stride + width;
-    return end <= t->buffer->bytes ? KVQ_OK : KVQ_E_BOUNDS;
+    return kvq_rows_end(&r) <= t->buffer->bytes ? KVQ_OK : KVQ_E_BOUNDS;
 }
 
 static uint8_t *row_at(const struct kvq_local *local, const struct kvq_tensor *t, uint64_t row)
@@ -215,55 +217,40 @@ bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t 
     return false;
 }
 
-// Of all entries that can be: from the first row to the last, and the most heads and the widest
-// rows that the layer has in their sessions.
-struct touched {
-    uint64_t first, n;
-    uint32_t q_heads, kv_heads, dim;
-};
-
-static void widen(struct touched *to, const struct kvq_shape *s)
+// What the entries without an error touch of a layer's tensors: of K and V (tokens), or of Q, out
+// and lse. Widths are in values, and nothing is said of where the tensor is.
+static struct kvq_rows touched_by(const struct kvq_local *local, const struct kvq_entry *entries,
+                                  uint32_t n, uint32_t layer, bool tokens)
 {
-    to->q_heads = s->q_heads > to->q_heads ? s->q_heads : to->q_heads;
-    to->kv_heads = s->kv_heads > to->kv_heads ? s->kv_heads : to->kv_heads;
-    to->dim = kvq_row_dim(s) > to->dim ? kvq_row_dim(s) : to->dim;
-}
-
-// tokens: rows of K and V, else of Q, out and lse.
-static struct touched touched_by(const struct kvq_local *local, const struct kvq_entry *entries,
-                                 uint32_t n, uint32_t layer, bool tokens)
-{
-    struct touched all = {0};
-    uint64_t from = UINT64_MAX, to = 0;
+    struct kvq_rows all = {0};
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t row = tokens ? entries[i].row : entries[i].q_row;
-        uint32_t rows = tokens ? entries[i].append : entries[i].queries;
-        if (entries[i].status || rows == 0)
+        const struct kvq_entry *e = &entries[i];
+        if (e->status || (tokens ? e->append : e->queries) == 0)
             continue;
-        const struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        const struct kvq__local_session *s = kvq__local_find(local, e->session);
         assert(s);
         if (layer >= s->n_layers)
             continue;
-        widen(&all, &s->layers[layer].shape);
-        from = row < from ? row : from;
-        to = (uint64_t)row + rows > to ? (uint64_t)row + rows : to;
+        const struct kvq_shape *shape = &s->layers[layer].shape;
+        if (tokens)
+            kvq_rows_add(&all, e->row, e->append, shape->kv_heads, kvq_row_dim(shape));
+        else
+            kvq_rows_add(&all, e->q_row, e->queries, shape->q_heads, kvq_row_dim(shape));
     }
-    all.first = to ? from : 0;
-    all.n = to ? to - from : 0;
     return all;
 }
 
+// The same rows of one tensor, of so many values each.
 static struct kvq_rows touched_rows(const struct kvq_local *local, const struct kvq_tensor *t,
-                                    const struct touched *all, uint32_t heads, uint32_t dim)
+                                    const struct kvq_rows *all, uint32_t values)
 {
-    struct kvq_rows r = {.row_stride = t->token_stride, .head_stride = t->head_stride};
+    struct kvq_rows r = *all;
     if (!t->buffer)
-        return r;
+        return (struct kvq_rows){0};
     r.start = (uint64_t)(uintptr_t)row_at(local, t, 0);
-    r.first = all->first;
-    r.n = all->n;
-    r.heads = heads;
-    r.width = dim * element_bytes(t);
+    r.row_stride = t->token_stride;
+    r.head_stride = t->head_stride;
+    r.width = values * element_bytes(t);
     return r;
 }
 
@@ -286,16 +273,14 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
         i++;
     if (i == n)
         return KVQ_OK;
-    const struct touched q = touched_by(local, entries, n, w->layer, false);
-    const struct touched kv = touched_by(local, entries, n, w->layer, true);
-    const struct kvq_rows out = touched_rows(local, &w->out, &q, q.q_heads, q.dim);
-    const struct kvq_rows lse = touched_rows(local, &w->lse, &q, q.q_heads, 1);
-    const struct kvq_rows in[] = {touched_rows(local, &w->q, &q, q.q_heads, q.dim),
-                                  touched_rows(local, &w->k, &kv, kv.kv_heads, kv.dim),
-                                  touched_rows(local, &w->v, &kv, kv.kv_heads, kv.dim)};
-    bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
-    for (int j = 0; j < 3; j++)
-        bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
+    const struct kvq_rows q = touched_by(local, entries, n, w->layer, false);
+    const struct kvq_rows kv = touched_by(local, entries, n, w->layer, true);
+    const struct kvq_rows out = touched_rows(local, &w->out, &q, q.width);
+    const struct kvq_rows lse = touched_rows(local, &w->lse, &q, 1);
+    const struct kvq_rows in[] = {touched_rows(local, &w->q, &q, q.width),
+                                  touched_rows(local, &w->k, &kv, kv.width),
+                                  touched_rows(local, &w->v, &kv, kv.width)};
+    bool bad = kvq_rows_clash(&out, &lse, in);
     bad = bad || (!captured && meets_step(local, &out, &lse));
     if (!bad)
         return KVQ_OK;
@@ -494,24 +479,6 @@ static bool same_tensor(const struct kvq_tensor *a, const struct kvq_tensor *b)
            a->head_stride == b->head_stride && a->dtype == b->dtype;
 }
 
-// Rows of one tensor: those, and what lies between.
-static void add_rows(struct kvq_rows *all, const struct kvq_rows *more)
-{
-    uint64_t end = all->first + all->n;
-    assert(all->row_stride == more->row_stride && all->start == more->start);
-    if (more->n == 0)
-        return;
-    if (all->n == 0) {
-        *all = *more;
-        return;
-    }
-    end = more->first + more->n > end ? more->first + more->n : end;
-    all->first = more->first < all->first ? more->first : all->first;
-    all->n = end - all->first;
-    all->heads = more->heads > all->heads ? more->heads : all->heads;
-    all->width = more->width > all->width ? more->width : all->width;
-}
-
 // For the step's end, which hands them to the daemon.
 void kvq__local_note(struct kvq_local *local, const struct kvq_work *w,
                      const struct kvq_entry *entries, uint32_t n)
@@ -519,14 +486,14 @@ void kvq__local_note(struct kvq_local *local, const struct kvq_work *w,
     assert(w->layer < KVQ_MAX_LAYERS);
     struct kvq_tensor *k = &local->k[w->layer], *v = &local->v[w->layer];
     struct kvq_rows *given = local->given[w->layer];
-    const struct touched all = touched_by(local, entries, n, w->layer, true);
-    const struct kvq_rows rows[] = {touched_rows(local, &w->k, &all, all.kv_heads, all.dim),
-                                    touched_rows(local, &w->v, &all, all.kv_heads, all.dim)};
+    const struct kvq_rows all = touched_by(local, entries, n, w->layer, true);
+    const struct kvq_rows rows[] = {touched_rows(local, &w->k, &all, all.width),
+                                    touched_rows(local, &w->v, &all, all.width)};
     bool again = k->buffer && same_tensor(k, &w->k) && same_tensor(v, &w->v);
     local->mixed |= k->buffer && !again;
     for (int j = 0; j < 2; j++) {
         if (again)
-            add_rows(&given[j], &rows[j]);
+            kvq_rows_add(&given[j], rows[j].first, rows[j].n, rows[j].heads, rows[j].width);
         else
             given[j] = rows[j];
     }

@@ -156,6 +156,8 @@ static void break_view(struct kvq_request *r, struct kvq_wire_view *v, struct kv
         {"heads far apart", WITH(good, head_stride = 1ull << 39),
          v == &r->lse ? KVQ_E_INVALID : KVQ_E_BOUNDS},
         {"heads on one another, or misaligned", WITH(good, head_stride = 2), KVQ_E_INVALID},
+        {"heads a value into one another", WITH(good, head_stride = good.head_stride - 4),
+         KVQ_E_INVALID},
         {"as it was, again", good, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -302,6 +304,23 @@ TEST(test_outputs_apart)
     assert_int_equal(status_of(r, e), 0);
     r.k.token_stride = r.k.head_stride;
     assert_int_equal(status_of(r, e), KVQ_E_INVALID);
+}
+
+// Entries may come in any order of rows: what they write and read is looked at as a whole.
+TEST(test_outputs_apart_in_any_order)
+{
+    enum { Q_ROW = 4 * DIM * 4 };
+    for (uint32_t first = 0; first < 2; first++) {
+        struct kvq_entry_wire e[2] = {entry(0, 1), entry(0, 1)};
+        struct kvq_request r = attend();
+        e[first].q_row = 5;
+        r.out.offset = r.q.offset + 4 * Q_ROW; // row 0 of out is row 4 of Q, and 5 is read
+        r.count = 2;
+        r.slots = (uint16_t)kvq_request_slots(r.count, 0);
+        assert_int_equal(kit_request(&m, &r, e), KVQ_E_INVALID);
+        r.out.offset = r.q.offset + 6 * Q_ROW;
+        assert_int_equal(kit_request(&m, &r, e), 0);
+    }
 }
 
 // Of two entries that write the same rows the second one fails, and the first has its output.

@@ -10,8 +10,6 @@
 #include "daemon/core/state.h"
 #include "proto/rows.h"
 
-typedef unsigned __int128 wide;
-
 uint32_t kvq__dtype_bytes(uint8_t dtype)
 {
     return dtype == KVQ_F16 || dtype == KVQ_BF16 ? 2 : dtype == KVQ_F32 ? 4 : 0;
@@ -50,33 +48,29 @@ int kvq__view_open(struct kvq__queue *q, uint32_t view)
     return 0;
 }
 
-// Whether [heads][dim] at `start` lies inside the view's buffer.
-static bool is_inside(const struct kvq__queue *q, uint32_t view, wide start, uint32_t heads,
-                      uint32_t dim)
+// Rows [row, row + n) of heads x dim, by where they are in the view's buffer.
+static struct kvq_rows rows_of(const struct kvq_wire_view *v, uint32_t heads, uint32_t dim,
+                               uint64_t row, uint64_t n)
 {
-    const struct kvq_wire_view *v = kvq__view(q, view);
-    assert(heads > 0 && q->buffers[view]);
-    wide end =
-        start + (wide)(heads - 1) * v->head_stride + (uint64_t)dim * kvq__dtype_bytes(v->dtype);
-    return end <= q->buffers[view]->memory.bytes;
-}
-
-static bool view_overlaps(const struct kvq_wire_view *v, uint32_t heads, uint32_t dim, uint64_t n)
-{
-    uint64_t width = (uint64_t)dim * kvq__dtype_bytes(v->dtype);
-    return (heads > 1 && v->head_stride < width) || (n > 1 && v->token_stride < width);
+    return (struct kvq_rows){.start = v->offset,
+                             .row_stride = v->token_stride,
+                             .head_stride = v->head_stride,
+                             .first = row,
+                             .n = n,
+                             .heads = heads,
+                             .width = dim * kvq__dtype_bytes(v->dtype)};
 }
 
 int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, uint32_t dim,
                    uint64_t row, uint64_t n)
 {
-    const struct kvq_wire_view *v = kvq__view(q, view);
+    const struct kvq_rows r = rows_of(kvq__view(q, view), heads, dim, row, n);
+    assert(heads > 0 && q->buffers[view]);
     if (n == 0)
         return 0;
-    if (view_overlaps(v, heads, dim, n))
+    if (kvq_rows_narrow(&r))
         return KVQ_E_INVALID;
-    wide last = v->offset + ((wide)row + n - 1) * v->token_stride;
-    return is_inside(q, view, last, heads, dim) ? 0 : KVQ_E_BOUNDS;
+    return kvq_rows_end(&r) <= q->buffers[view]->memory.bytes ? 0 : KVQ_E_BOUNDS;
 }
 
 uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row)
@@ -158,7 +152,6 @@ static struct kvq_rows touched(const struct kvq__queue *q, uint32_t view)
     const struct kvq_wire_view *v = kvq__view(q, view);
     const struct kvq__buffer *b = q->buffers[view];
     bool tokens = view == KVQ__VIEW_K || view == KVQ__VIEW_V;
-    uint64_t from = UINT64_MAX, to = 0;
     struct kvq_rows r = {.row_stride = v->token_stride, .head_stride = v->head_stride};
     if (!b)
         return r;
@@ -169,16 +162,10 @@ static struct kvq_rows touched(const struct kvq__queue *q, uint32_t view)
         if (!kvq__entry_alive(q, i) || n == 0)
             continue;
         const struct kvq_shape *s = &q->work[i].session->layers[q->header.layer].shape;
-        uint32_t heads = tokens ? s->kv_heads : s->q_heads;
         uint32_t dim = view == KVQ__VIEW_LSE ? 1 : kvq_row_dim(s);
-        uint32_t width = dim * kvq__dtype_bytes(v->dtype);
-        from = row < from ? row : from;
-        to = (uint64_t)row + n > to ? (uint64_t)row + n : to;
-        r.heads = heads > r.heads ? heads : r.heads;
-        r.width = width > r.width ? width : r.width;
+        kvq_rows_add(&r, row, n, tokens ? s->kv_heads : s->q_heads,
+                     dim * kvq__dtype_bytes(v->dtype));
     }
-    r.first = to ? from : 0;
-    r.n = to ? to - from : 0;
     return r;
 }
 
@@ -195,10 +182,7 @@ int kvq__outputs_check(const struct kvq__queue *q)
         return kvq_rows_fold(&k) || kvq_rows_fold(&v) || kvq_rows_meet(&k, &v) ? KVQ_E_INVALID : 0;
     const struct kvq_rows in[] = {touched(q, KVQ__VIEW_Q), k, v};
     const struct kvq_rows out = touched(q, KVQ__VIEW_OUT), lse = touched(q, KVQ__VIEW_LSE);
-    bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
-    for (int j = 0; j < 3; j++)
-        bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
-    return bad ? KVQ_E_INVALID : 0;
+    return kvq_rows_clash(&out, &lse, in) ? KVQ_E_INVALID : 0;
 }
 
 // ---- Paged sources ----
@@ -214,11 +198,10 @@ uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wi
 static bool page_inside(const struct kvq__queue *q, uint32_t view, const struct kvq_shape *s,
                         uint32_t page, uint32_t to)
 {
-    const struct kvq_wire_view *v = kvq__view(q, view);
     uint64_t stride = view == KVQ__VIEW_K ? q->header.k_page_stride : q->header.v_page_stride;
-    assert(to > 0 && to <= q->header.page_tokens);
-    wide last = v->offset + (wide)page * stride + (wide)(to - 1) * v->token_stride;
-    return is_inside(q, view, last, s->kv_heads, kvq_row_dim(s));
+    const struct kvq_rows r = rows_of(kvq__view(q, view), s->kv_heads, kvq_row_dim(s), 0, to);
+    assert(to > 0 && to <= q->header.page_tokens && q->buffers[view]);
+    return (kvq_wide)page * stride + kvq_rows_end(&r) <= q->buffers[view]->memory.bytes;
 }
 
 int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
@@ -226,8 +209,9 @@ int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
 {
     uint32_t n = kvq__paged_count(&q->header, e), size = q->header.page_tokens;
     uint32_t last = (uint32_t)(((uint64_t)e->list_token + e->append - 1) % size) + 1;
-    if (view_overlaps(&q->header.k, s->kv_heads, kvq_row_dim(s), e->append) ||
-        view_overlaps(&q->header.v, s->kv_heads, kvq_row_dim(s), e->append))
+    const struct kvq_rows k = rows_of(&q->header.k, s->kv_heads, kvq_row_dim(s), 0, e->append);
+    const struct kvq_rows v = rows_of(&q->header.v, s->kv_heads, kvq_row_dim(s), 0, e->append);
+    if (kvq_rows_narrow(&k) || kvq_rows_narrow(&v))
         return KVQ_E_INVALID;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t to = i + 1 < n ? size : last;
@@ -260,7 +244,7 @@ const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64
 {
     const struct kvq__buffer *b = q->buffers[KVQ__VIEW_LIST];
     assert(b);
-    wide end = q->header.list.offset + ((wide)element + n) * sizeof(int32_t);
+    kvq_wide end = q->header.list.offset + ((kvq_wide)element + n) * sizeof(int32_t);
     if (end > b->memory.bytes)
         return NULL;
     return (const int32_t *)(const void *)(b->memory.host + q->header.list.offset) + element;
