@@ -294,8 +294,18 @@ def check_layers():
             yield f"CONTRIBUTING.md says {told.get(folder)} of {folder}/, tests/tidy.py {want}"
 
 
+def print_config(build, *arguments):
+    """The options that kvqd would run with, a line for each: the default ones of the service."""
+    outside = {n: v for n, v in os.environ.items()
+               if n != "XDG_RUNTIME_DIR" and not n.startswith("KVQD_")}
+    done = subprocess.run([os.path.join(build, "bin", "kvqd"), "--print-config", *arguments],
+                          capture_output=True, text=True, timeout=20, env=outside)
+    return set(re.findall(r"^\w+ = .*$", done.stdout.split("\n[")[0], re.M))
+
+
 def check_config(build):
-    """Every option in the installed configuration file, its comment mark removed, is taken."""
+    """Every option in the installed configuration file, its comment mark removed, is taken, and
+    stands there with its default."""
     lines = read("packaging", "kvqd.conf").split("\n")
     text = "\n".join(re.sub(r"^# (?=\w+ =|\[)", "", line) for line in lines)
     path = os.path.join(build, "kvqd-uncommented.conf")
@@ -306,6 +316,9 @@ def check_config(build):
                           capture_output=True, text=True, timeout=20)
     if done.returncode:
         yield f"kvqd refuses packaging/kvqd.conf uncommented: {done.stderr.strip()}"
+    default = print_config(build)
+    for line in default - print_config(build, "--config", path):
+        yield f"packaging/kvqd.conf gives another default than kvqd has: {line}"
     flags_only = {"config", "ready-fd", "lifetime-fd", "print-config", "foreground", "help",
                   "version"}
     inside = {name.replace("_", "-") for name in re.findall(r"^# (\w+) =", "\n".join(lines), re.M)}
