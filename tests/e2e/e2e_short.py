@@ -110,3 +110,22 @@ class ShortRemote(Remote):
         self.assertEqual(two.ctl("session", "pull", "st")["name"], "story")
         self.refused(one, 5, "session", "push", "stories")
         self.assertEqual(one.ctl("session", "push", "storey", check=False)[0], 5)
+
+    @long_emulated
+    def test_nothing_is_begun_under_a_short_name(self):
+        """No transfer is noted that failed, nor is one audited of a session that is not there."""
+        one, two = self.start("one"), self.start("two")
+        with one.client() as client:
+            client.session(ROWS, "f16", name="story").close()
+            client.session(ROWS, "f16", name="a").close()
+            client.session(ROWS, "f16", name="ab").close()
+        self.assertEqual(one.ctl("session", "push", "st")["name"], "story")
+        self.assertEqual(two.ctl("session", "pull", "st")["name"], "story")
+        one.ctl("session", "save", "a")
+        one.ctl("session", "push", "a")  # a whole name that others begin with
+        self.assertEqual(two.ctl("session", "pull", "a")["name"], "a")
+        for daemon, want in ((one, ["a", "story"]), (two, ["a", "story"])):
+            noted = daemon.ctl("remote", "status")["transfers"]
+            named = sorted(t["name"] for t in noted if t["namespace"] == OWN)
+            self.assertEqual(named, want)
+            self.assertNotRegex("\n".join(daemon.lines), r'\b(session|name)="?st\b')

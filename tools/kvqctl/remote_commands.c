@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -94,11 +95,50 @@ static int follow(struct kvq__ctl *ctl, Kvq__Request *request, const char *done)
         fprintf(stderr, "\r%76s\r", "");
     if (result)
         return result;
-    const Kvq__Transfer *x = reply->transfer;
+    return tell_end(ctl, request, reply->transfer, done);
+}
+
+// ---- Names that are cut short ----
+
+// Whether the list has the name; so it is taken to be where there is no list.
+static bool is_listed(struct kvq__ctl *ctl, const char *ns, bool remote)
+{
+    char own[32];
+    struct kvq__ctl_list list;
+    const char *given = ctl->ns;
+    int timeout_ms = ctl->timeout_ms;
+    bool found = false;
+    snprintf(own, sizeof own, "uid-%u", (unsigned)geteuid());
+    ctl->ns = ns ? ns : own;
+    int result = (remote ? kvq__ctl_ask_remote : kvq__ctl_ask_saved)(ctl, &list);
+    ctl->ns = given;
+    ctl->timeout_ms = timeout_ms;
+    if (result)
+        return true;
+    for (size_t i = 0; i < list.n && !found; i++) {
+        const char *name = remote ? ((const Kvq__RemoteEntry *)list.elements[i])->name
+                                  : ((const Kvq__SavedEntry *)list.elements[i])->name;
+        found = strcmp(name, ctl->named) == 0;
+    }
+    kvq__ctl_list_free(&list);
+    return found;
+}
+
+// The daemon notes a transfer of whatever name it gets, and that it failed. So what the name stands
+// for is found first. Not KVQ_EXIT_OK: it was completed, or somebody was told why not.
+static int find_name(struct kvq__ctl *ctl, char *name, bool remote)
+{
+    const Kvq__Session *session;
     bool told = false;
-    if (x->status == KVQ_E_NO_SESSION && (kvq__ctl_complete_name(ctl, &told) || told))
+    if (!ctl->named || ctl->exact || *name == '#')
+        return KVQ_EXIT_OK;
+    ctl->quiet = true;
+    bool there = (!remote && kvq__ctl_ask_session(ctl, name, &session) == KVQ_EXIT_OK) ||
+                 is_listed(ctl, remote && ctl->from ? ctl->from : ctl->ns, remote);
+    ctl->quiet = false;
+    if (!there && (kvq__ctl_complete_name(ctl, &told) || told))
         return KVQ_EXIT_NOT_FOUND;
-    return tell_end(ctl, request, x, done);
+    return KVQ_EXIT_OK;
 }
 
 int kvq__ctl_session_push(struct kvq__ctl *ctl, char **args)
@@ -110,7 +150,8 @@ int kvq__ctl_session_push(struct kvq__ctl *ctl, char **args)
     request.push_session = &command;
     command.ref = &ref;
     command.again = ctl->again;
-    return follow(ctl, &request, "pushed");
+    int result = find_name(ctl, args[0], false);
+    return result ? result : follow(ctl, &request, "pushed");
 }
 
 int kvq__ctl_session_pull(struct kvq__ctl *ctl, char **args)
@@ -128,7 +169,8 @@ int kvq__ctl_session_pull(struct kvq__ctl *ctl, char **args)
     command.ref = &ref;
     command.into = &into;
     command.replace = ctl->replace;
-    return follow(ctl, &request, "pulled");
+    int result = find_name(ctl, args[0], true);
+    return result ? result : follow(ctl, &request, "pulled");
 }
 
 // ---- What is there ----
