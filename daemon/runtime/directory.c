@@ -98,12 +98,22 @@ static int check_owner(const char *path, int fd, char *text)
     return 0;
 }
 
+// Where the user may not look, as a plain one in /run, another directory is the way out.
+static int fail_there(const char *what, const char *path, char *text)
+{
+    int code = kvq__directory_fail(what, path, text);
+    size_t n = strlen(text);
+    if (code == KVQ_E_PERMISSION)
+        snprintf(text + n, KVQ_TEXT_BYTES - n, "; name another one with --runtime-dir");
+    return code;
+}
+
 int kvq__directory_open(const struct kvq_config *config, char *text)
 {
     const char *path = config->runtime_dir;
     assert(!(config->runtime_mode & OF_OTHERS)); // or kvq__config_check had refused it
     if (mkdir(path, 0700) != 0 && errno != EEXIST)
-        return kvq__directory_fail("make the runtime directory", path, text);
+        return fail_there("make the runtime directory", path, text);
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0 && (errno == ENOTDIR || errno == ELOOP)) {
         snprintf(text, KVQ_TEXT_BYTES,
@@ -111,7 +121,7 @@ int kvq__directory_open(const struct kvq_config *config, char *text)
         return KVQ_E_PERMISSION;
     }
     if (fd < 0)
-        return kvq__directory_fail("look at the runtime directory", path, text);
+        return fail_there("look at the runtime directory", path, text);
     int error = check_owner(path, fd, text);
     error = error ? error : set_group(config, fd, text);
     if (error == 0 && fchmod(fd, (mode_t)config->runtime_mode) != 0)

@@ -232,6 +232,24 @@ class Life(unittest.TestCase):
             self.refused_directory(runtime, "storage_dir: others", storage_dir=store)
             self.assertEqual(os.listdir(store), [])
 
+    @unittest.skipUnless(os.geteuid() == 0, "only root can become somebody else")
+    def test_a_directory_that_one_may_not_look_at(self):
+        """As /run/kvqd of the service is to a plain user, or /run where there is none."""
+        for inside in ("", "kvqd"):
+            with tempfile.TemporaryDirectory() as path:
+                os.chmod(path, 0o700 if inside else 0o755)
+                folder = os.path.join(path, inside or "new")
+                if inside:
+                    os.mkdir(folder)
+                done = subprocess.run(
+                    [os.path.join(BIN, "kvqd"), "--runtime-dir", folder, "--pool-bytes", "64mb"],
+                    capture_output=True, text=True, timeout=BOUND, stdin=subprocess.DEVNULL,
+                    user=65534, group=65534, extra_groups=[])
+                self.assertEqual(done.returncode, 1, done.stderr)
+                self.assertRegex(done.stderr, "cannot (make|look at) the runtime directory "
+                                 f"{re.escape(folder)}: Permission denied; name another one with "
+                                 "--runtime-dir")
+
     def test_nobody_else_can_hold_the_lock(self):
         """Who may open kvqd.lock could keep the daemon from starting again."""
         with tempfile.TemporaryDirectory() as path:
