@@ -20,9 +20,9 @@ struct subject {
     const struct kvq_step_work *step; // STEP: its layers; else NULL
     const struct kvq_entry *entry;
     uint32_t index;
-    uint32_t shard;                   // 1 + the other shard that caused it; 0: none
-    const struct kvq__handle *handle; // NULL: not open here
-    char where[160];                  // "append, layer 3, entry 5 (session 0x100000002)"
+    uint32_t shard;                     // 1 + the other shard that caused it; 0: none
+    const struct kvq__handle *handle;   // NULL: not open here
+    char where[128 + KVQ__SHOWN_BYTES]; // "append, layer 3, entry 5 (session "chat")"
 };
 
 static bool has_layer(unsigned op)
@@ -553,12 +553,12 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
                         .entry = &p->entries[index],
                         .index = index,
                         .shard = p->shard};
-    char request[80];
+    char request[80], session[KVQ__SHOWN_BYTES];
     pthread_mutex_lock(&queue->client->table);
     s.handle = kvq__handle_find(queue->client, s.entry->session);
     name_request(request, sizeof request, &p->request);
-    snprintf(s.where, sizeof s.where, "%s, entry %u (session %#" PRIx64 ")", request, index,
-             s.entry->session);
+    snprintf(s.where, sizeof s.where, "%s, entry %u (%s)", request, index,
+             kvq__handle_shown(queue->client, s.entry->session, session));
     if (!explain_code(&s)) {
         const char *more = advice_for(s.entry->status, s.request);
         kvq__set_error(s.entry->status, "%s: position %" PRIu64 ", %u tokens, %u queries: %s%s%s",

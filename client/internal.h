@@ -71,7 +71,10 @@ struct kvq__handle {
     uint64_t handle;
     bool read_only;
     struct kvq__shape *shape; // NULL: opened as it was, shape not known here
+    char *shown;              // what texts call the session; NULL: of a fork, or no memory for it
 };
+
+enum { KVQ__SHOWN_BYTES = KVQ_NAME_BYTES + 32 }; // \0 included
 
 // A thread's current CUDA context, and its GPU.
 struct kvq__gpu_context {
@@ -328,7 +331,9 @@ void kvq__watch_stop(kvq_client *client);
 struct kvq__shape *kvq__shape_make(const struct kvq_layer *rows, uint32_t n_rows);
 void kvq__shape_unref(struct kvq__shape *shape);
 // Takes over a reference to shape. KVQ_E_PROTOCOL if the daemon's handle is out of range.
-int kvq__handle_add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape);
+// `shown`: what texts call the session; copied.
+int kvq__handle_add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape,
+                    const char *shown);
 void kvq__handle_remove(kvq_client *client, uint64_t handle);
 // Adds the handle of a fork, which shares the shape of its source.
 int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle);
@@ -336,6 +341,9 @@ int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle);
 uint32_t kvq__handle_clear(kvq_client *client);
 // The record at the handle's index if it is open, else NULL. Under the table lock.
 const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle);
+// "session "chat"", as kvqctl shows it, or its handle where nothing else is known. Under the table
+// lock. Returns `text`, of KVQ__SHOWN_BYTES.
+const char *kvq__handle_shown(const kvq_client *client, uint64_t handle, char *text);
 
 // The index of a handle, which is its lower half; closed handles had the same index before.
 static inline uint32_t kvq__handle_index(uint64_t handle)

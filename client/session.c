@@ -4,6 +4,7 @@
 #include "client/internal.h"
 
 #include <assert.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -195,13 +196,25 @@ struct opened {
     struct kvq_session_info *info; // or NULL
 };
 
+// As kvqctl shows it: of those without a name their number.
+static void show_session(const Kvq__Session *reply, char text[KVQ__SHOWN_BYTES])
+{
+    int n = reply->name[0] ? snprintf(text, KVQ_NAME_BYTES + 2, "\"%s\"", reply->name)
+                           : snprintf(text, KVQ_NAME_BYTES, "#%" PRIu64, reply->id);
+    if (reply->shards > 1 && n > 0 && n < KVQ_NAME_BYTES + 2)
+        snprintf(text + n, KVQ__SHOWN_BYTES - (size_t)n, ", shard %u", reply->shard);
+}
+
 static int take_session(void *to, struct kvq__call *call)
 {
     struct opened *o = to;
     const Kvq__Session *reply = call->reply->session;
     bool read_only = o->options->flags & KVQ_OPEN_READ_ONLY;
+    char shown[KVQ__SHOWN_BYTES];
     assert(*o->session == 0);
-    int rc = kvq__handle_add(o->client, reply->handle, read_only, shape_of(o->options, reply));
+    show_session(reply, shown);
+    int rc =
+        kvq__handle_add(o->client, reply->handle, read_only, shape_of(o->options, reply), shown);
     if (rc)
         return rc;
     *o->session = reply->handle;

@@ -4,7 +4,10 @@
 #include "client/internal.h"
 
 #include <assert.h>
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static uint32_t repeats(const struct kvq_layer *row)
 {
@@ -47,7 +50,8 @@ void kvq__shape_unref(struct kvq__shape *shape)
         free(shape);
 }
 
-static int add_handle(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
+static int add_handle(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape,
+                      const char *shown)
 {
     if (handle == 0 || (uint32_t)handle >= KVQ__HANDLES)
         return kvq__set_error(KVQ_E_PROTOCOL,
@@ -58,14 +62,16 @@ static int add_handle(kvq_client *client, uint64_t handle, bool read_only, struc
         client->open_handles++;
     assert(client->open_handles > 0 && client->open_handles < KVQ__HANDLES);
     kvq__shape_unref(h->shape);
-    *h = (struct kvq__handle){handle, read_only, shape};
+    free(h->shown);
+    *h = (struct kvq__handle){handle, read_only, shape, shown ? strdup(shown) : NULL};
     return KVQ_OK;
 }
 
-int kvq__handle_add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
+int kvq__handle_add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape,
+                    const char *shown)
 {
     pthread_mutex_lock(&client->table);
-    int rc = add_handle(client, handle, read_only, shape);
+    int rc = add_handle(client, handle, read_only, shape, shown);
     if (rc)
         kvq__shape_unref(shape);
     pthread_mutex_unlock(&client->table);
@@ -79,7 +85,7 @@ int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle)
     struct kvq__shape *shape = h ? h->shape : NULL;
     if (shape)
         shape->refs++;
-    int rc = add_handle(client, handle, false, shape);
+    int rc = add_handle(client, handle, false, shape, NULL);
     if (rc)
         kvq__shape_unref(shape);
     pthread_mutex_unlock(&client->table);
@@ -92,6 +98,7 @@ static void clear_handle(kvq_client *client, struct kvq__handle *h)
     client->open_handles--;
     kvq__note_change(client, h->handle);
     kvq__shape_unref(h->shape);
+    free(h->shown);
     *h = (struct kvq__handle){0};
 }
 
@@ -119,4 +126,14 @@ const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t ha
 {
     const struct kvq__handle *h = &client->handles[kvq__handle_index(handle)];
     return handle && h->handle == handle ? h : NULL;
+}
+
+const char *kvq__handle_shown(const kvq_client *client, uint64_t handle, char *text)
+{
+    const struct kvq__handle *h = kvq__handle_find(client, handle);
+    if (h && h->shown)
+        snprintf(text, KVQ__SHOWN_BYTES, "session %s", h->shown);
+    else
+        snprintf(text, KVQ__SHOWN_BYTES, "session %#" PRIx64, handle);
+    return text;
 }

@@ -206,10 +206,20 @@ void kvq__local_keep(struct kvq_local *local, const struct kvq_entry *entries, u
 
 // ---- What failed ----
 
+// As texts have it.
+static const char *show(const struct kvq_local *local, const struct kvq_entry *entry, char *text)
+{
+    pthread_mutex_lock(&local->client->table);
+    kvq__handle_shown(local->client, entry->session, text);
+    pthread_mutex_unlock(&local->client->table);
+    return text;
+}
+
 // Of a limit that only this kvq_local or its bucket has.
 static bool explain_limit(const struct kvq_local *local, const struct kvq_entry *entries,
                           uint32_t n)
 {
+    char session[KVQ__SHOWN_BYTES];
     uint32_t i = 0;
     while (i < n && entries[i].status == KVQ_OK)
         i++;
@@ -217,20 +227,19 @@ static bool explain_limit(const struct kvq_local *local, const struct kvq_entry 
         return false;
     if (local->bucket && entries[i].queries > local->bucket->max_queries) {
         kvq__set_error(KVQ_E_LIMIT,
-                       "attend, entry %u (session %#llx): %u query tokens; the bucket was opened "
+                       "attend, entry %u (%s): %u query tokens; the bucket was opened "
                        "for at most %u (max_queries)",
-                       i, (unsigned long long)entries[i].session, entries[i].queries,
+                       i, show(local, &entries[i], session), entries[i].queries,
                        local->bucket->max_queries);
         return true;
     }
     if (entries[i].position + entries[i].append <= local->max_tokens)
         return false;
-    kvq__set_error(
-        KVQ_E_LIMIT,
-        "step begin, entry %u (session %#llx): %llu and %u more tokens; this kvq_local was "
-        "opened for at most %llu (max_tokens)",
-        i, (unsigned long long)entries[i].session, (unsigned long long)entries[i].position,
-        entries[i].append, (unsigned long long)local->max_tokens);
+    kvq__set_error(KVQ_E_LIMIT,
+                   "step begin, entry %u (%s): %llu and %u more tokens; this kvq_local was "
+                   "opened for at most %llu (max_tokens)",
+                   i, show(local, &entries[i], session), (unsigned long long)entries[i].position,
+                   entries[i].append, (unsigned long long)local->max_tokens);
     return true;
 }
 
@@ -238,6 +247,7 @@ static bool explain_limit(const struct kvq_local *local, const struct kvq_entry 
 static bool explain_member(const struct kvq_local *local, unsigned op,
                            const struct kvq_entry *entries, uint32_t n)
 {
+    char session[KVQ__SHOWN_BYTES];
     const char *more = NULL;
     uint32_t i = 0;
     while (i < n && entries[i].status == KVQ_OK)
@@ -253,8 +263,8 @@ static bool explain_member(const struct kvq_local *local, unsigned op,
     else if (entries[i].status == KVQ_E_NO_STEP && here)
         more = "the session is in no step of this kvq_local; kvq_local_begin begins one";
     if (more)
-        kvq__set_error(entries[i].status, "%s, entry %u (session %#llx): %s", kvq__op_name(op), i,
-                       (unsigned long long)entries[i].session, more);
+        kvq__set_error(entries[i].status, "%s, entry %u (%s): %s", kvq__op_name(op), i,
+                       show(local, &entries[i], session), more);
     return more != NULL;
 }
 

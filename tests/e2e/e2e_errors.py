@@ -93,6 +93,29 @@ class BadWork(Test):
         self.fails(kvq.Code.E_POSITION, self.queue.attend, [self.session], 0, self.tokens.q[0, :1],
                    text=("151", "150"))
 
+    def test_sessions_are_named_as_kvqctl_does(self):
+        """By the name, or the number that lists have of those without one; of a shard also which.
+        A fork's number only the daemon knows."""
+        rows = self.tokens.rows
+        named = self.client.session(rows, "f16", name="chat")
+        nameless = self.client.session(rows, "f16")
+        listed = {s["id"]: s["name"] for s in self.daemon.ctl("session", "list")}
+        number = max(listed)
+        self.assertEqual(listed[number], "")
+        shard = self.client.session(rows, "f16", name="ranks", shard=1, shards=2)
+        fork, = self.queue.fork([named])
+        for session, text in ((named, '(session "chat"): '), (nameless, f"(session #{number}): "),
+                              (shard, '(session "ranks", shard 1): '),
+                              (fork, f"(session {fork.handle:#x}): ")):
+            session.tokens += 1
+            self.fails(kvq.Code.E_POSITION, self.queue.step, [session], 5, text=(text,))
+            session.tokens -= 1
+        local = self.queue.local(max_tokens=64)
+        local.add(named)
+        self.fails(kvq.Code.E_LIMIT, local.step, [named], 65, text=('(session "chat"): ',))
+        self.fails(kvq.Code.E_STALE, local.step, [nameless], 1, text=(f"(session #{number}): ",))
+        local.close()
+
     def test_position_in_a_batch(self):
         """The one that is wrong fails alone."""
         third = self.client.session(self.tokens.rows, "f16")
