@@ -115,6 +115,12 @@ class TopOnTerminal(Test):
         rest, status = top.end(lambda t: os.write(t.fd, b"q"))
         self.assertEqual((rest, status), ("", 0))
 
+    def test_help(self):
+        """What the head does not count is told."""
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "top", "--help"], text=True,
+                              capture_output=True, timeout=BOUND)
+        self.assertIn("engines that attend in their own context", done.stdout)
+
     def test_sort(self):
         """--sort says what is on top at first; a column that is else not shown is shown then."""
         for option, first, words in (("name", 0, "name, smallest"), ("-tokens", N - 1,

@@ -18,7 +18,10 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .more =
          "On a terminal: arrows, Page Up, Page Down, Home and End scroll, s sorts by the next\n"
          "column, r reverses the order, q ends it. Elsewhere it prints the first 20 sessions\n"
-         "again and again. With --json one object a line. Without --sort the largest come first.\n",
+         "again and again. With --json one object a line. Without --sort the largest come first.\n"
+         "attentions/s are those that the daemon computes: engines that attend in their own "
+         "context\n"
+         "tell it of their steps alone.\n",
      .sorts = &kvq__ctl_sessions},
     {.words = {"ping"}, .run = kvq__ctl_ping, .about = "measures how fast the daemon answers"},
     {.words = {"version"},

@@ -13,7 +13,8 @@
 //       NOW    as it is when somebody asks; kvq__core_counts fills it in
 #define KVQ__COUNTER_TABLE(X)                                                                      \
     X(steps, TOTAL, "steps committed")                                                             \
-    X(attends, TOTAL, "attention calls, one for each session and layer")                           \
+    X(attends, TOTAL,                                                                              \
+      "attention calls of requests, none in engines' own context; for each session and layer")     \
     X(appended_tokens, TOTAL, "tokens committed, over all sessions")                               \
     X(refused_requests, TOTAL, "requests answered with an error")                                  \
     X(kicked_clients, TOTAL, "clients that an administrator has ended")                            \
