@@ -60,6 +60,7 @@ struct kvq__namespace {
     uint64_t next_try, next_hope; // of one of them from the start: after a while, or since there
                                   // seems to be room
     uint64_t full_event_at, quota_event_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
+    uint64_t not_parked_event_at;           // and KVQ__EVENT_NOT_PARKED; 0: none yet
     bool configured;
     bool lenient; // table bytes are taken for a moment only: they count, but are not refused
     LIST_HEAD(, kvq__export_record) exports;

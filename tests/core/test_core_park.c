@@ -247,9 +247,16 @@ SAVING_TEST(test_no_space)
     assert_int_equal(park(a), KVQ_E_NO_SPACE);
     assert_says(text, "broken");
     assert_false(kvq__is_offloaded(session_of(a)));
+    assert_int_equal(park(a), KVQ_E_NO_SPACE);
+    assert_int_equal(kit.events[KVQ__EVENT_SESSION_PARKED], 0);
+    assert_int_equal(kit.events[KVQ__EVENT_NOT_PARKED], 1); // not for each time
+    kit_pass(&kit, 1000000000);
+    assert_int_equal(park(a), KVQ_E_NO_SPACE);
+    assert_int_equal(kit.events[KVQ__EVENT_NOT_PARKED], 2);
     vault.fail = 0;
     go_on_alike(a, b, 0);
     away(a);
+    assert_int_equal(kit.events[KVQ__EVENT_SESSION_PARKED], 1);
     wake(a);
     go_on_alike(a, b, 0);
 }

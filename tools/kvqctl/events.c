@@ -15,19 +15,15 @@
 #include "tools/kvqctl/transport.h"
 
 const char *const kvq__ctl_event_kinds[] = {
-    "session_opened",  "session_closed",
-    "session_dropped", "session_moved",
-    "session_parked",  "session_fetched",
-    "session_saved",   "session_restored",
-    "session_pushed",  "session_pulled",
-    "prefix_restored", "prefix_evicted",
-    "client_attached", "client_gone",
-    "client_stalled",  "memory_full",
-    "quota_reached",   "gpu_refused",
-    "request_refused", "storage_full",
-    "storage_failed",  "storage_damaged",
-    "not_restored",    "remote_failed",
-    "draining",        NULL,
+    "session_opened",  "session_closed",   "session_dropped",
+    "session_moved",   "session_parked",   "session_fetched",
+    "session_saved",   "session_restored", "session_pushed",
+    "session_pulled",  "prefix_restored",  "prefix_evicted",
+    "client_attached", "client_gone",      "client_stalled",
+    "memory_full",     "quota_reached",    "gpu_refused",
+    "request_refused", "storage_full",     "storage_failed",
+    "storage_damaged", "not_restored",     "not_parked",
+    "remote_failed",   "draining",         NULL,
 };
 
 enum { N_KINDS = sizeof kvq__ctl_event_kinds / sizeof *kvq__ctl_event_kinds - 1 };

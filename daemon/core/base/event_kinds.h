@@ -14,8 +14,7 @@
       "a client has closed a session, or has gone with it open")                                   \
     X(SESSION_DROPPED, session_dropped, INFO, "a session was ended; the text says why")            \
     X(SESSION_MOVED, session_moved, INFO, "a session went to another place, or why it could not")  \
-    X(SESSION_PARKED, session_parked, INFO,                                                        \
-      "a session's memory is free, all of it is on disk; or why not")                              \
+    X(SESSION_PARKED, session_parked, INFO, "a session's memory is free, all of it is on disk")    \
     X(SESSION_FETCHED, session_fetched, INFO, "a parked session is back, or why not")              \
     X(SESSION_SAVED, session_saved, INFO, "a session was saved")                                   \
     X(SESSION_RESTORED, session_restored, INFO, "a saved session is in memory again")              \
@@ -36,6 +35,8 @@
     X(STORAGE_FAILED, storage_failed, WARN, "a save failed that nobody waits for")                 \
     X(STORAGE_DAMAGED, storage_damaged, WARN, "what was stored of a session is damaged")           \
     X(NOT_RESTORED, not_restored, WARN, "there was no memory to read a stored session")            \
+    X(NOT_PARKED, not_parked, WARN,                                                                \
+      "a session could not go to disk, and stays in memory; once a second for each namespace")     \
     X(REMOTE_FAILED, remote_failed, WARN, "a push or a pull failed")                               \
     X(DRAINING, draining, INFO, "the daemon is shutting down")
 

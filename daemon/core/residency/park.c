@@ -19,10 +19,11 @@
 
 enum { RELEASE_AT_ONCE = 512 }; // references between two looks at the rings
 
-#define LEAVE_NS  10000000000ull // how long what only packs it may take
-#define AGAIN_NS  50000000ull    // a request that waits for room has it fetched so often
-#define TURN_NS   2000000000ull  // how long one waits for a session that turns back
-#define NS_PER_MS 1000000ull
+#define LEAVE_NS      10000000000ull // how long what only packs it may take
+#define AGAIN_NS      50000000ull    // a request that waits for room has it fetched so often
+#define TURN_NS       2000000000ull  // how long one waits for a session that turns back
+#define NS_PER_MS     1000000ull
+#define NS_PER_SECOND 1000000000ull
 
 // The name that people know it by.
 static const char *shown_name(const struct kvq__session *s, char *text)
@@ -220,7 +221,7 @@ static void let_go_of_parked(struct kvq__park *t)
     }
 }
 
-static void tell_parked(struct kvq__park *t)
+static void tell_parked(const struct kvq__park *t)
 {
     static const char *const why[KVQ__PARK_REASONS] = {
         [KVQ__PARK_ASKED] = "as asked",
@@ -229,13 +230,23 @@ static void tell_parked(struct kvq__park *t)
         [KVQ__PARK_IDLE] = "since nobody used it",
     };
     char text[KVQ_TEXT_BYTES / 2];
-    if (t->ticket.status)
-        snprintf(text, sizeof text, "not to disk: %.200s", t->ticket.text);
-    else
-        snprintf(text, sizeof text, "to disk, %s: %llu bytes are free", why[t->reason],
-                 (unsigned long long)t->ticket.moved_bytes);
+    snprintf(text, sizeof text, "to disk, %s: %llu bytes are free", why[t->reason],
+             (unsigned long long)t->ticket.moved_bytes);
     kvq__event(t->ticket.core, KVQ__EVENT_SESSION_PARKED, t->ticket.ns->name, t->ticket.name, 0,
                text);
+}
+
+// A full disk refuses each idle session, again and again. One that is in use or was dropped
+// meanwhile is no fault.
+static void tell_not_parked(const struct kvq__park *t)
+{
+    struct kvq__namespace *ns = t->ticket.ns;
+    uint64_t now = t->ticket.core->now;
+    if (t->ticket.status == KVQ_E_BUSY || t->ticket.status == KVQ_E_CANCELLED ||
+        (ns->not_parked_event_at && now - ns->not_parked_event_at < NS_PER_SECOND))
+        return;
+    ns->not_parked_event_at = now ? now : 1;
+    kvq__event(t->ticket.core, KVQ__EVENT_NOT_PARKED, ns->name, t->ticket.name, 0, t->ticket.text);
 }
 
 static void finish_park(struct kvq__park *t, int status)
@@ -243,7 +254,9 @@ static void finish_park(struct kvq__park *t, int status)
     let_go_of_parked(t);
     kvq__ticket_finish(&t->ticket, status);
     kvq__ticket_enter(&t->ticket, KVQ__OVER);
-    if (t->ticket.kind == KVQ__TICKET_PARK)
+    if (t->ticket.kind == KVQ__TICKET_PARK && status < 0)
+        tell_not_parked(t);
+    else if (t->ticket.kind == KVQ__TICKET_PARK)
         tell_parked(t);
     if (t->ticket.core->disk.n_wanted) // somebody may have asked for it meanwhile
         kvq__park_want(t->ticket.core);
