@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kvq.transformers does not serve; transformers_test.py runs these."""
 import copy
+import gc
 import inspect
 import unittest
 import unittest.mock
@@ -321,6 +322,29 @@ class Refused(Case):
         self.refused("without one", cache.batch_repeat_interleave, 2)
         self.refused("destroy", cache.crop, -5)
         cache.reset()
+
+    def test_formats_and_options(self):
+        """What no session can have is refused where a cache is made, not by its first forward; and
+        nothing of it is left."""
+        error = self.fails(kvq.Code.E_FORMAT, self.cache, self.model, "kvq3")
+        self.assertIn("did you mean 'kvq", error.text)
+        for wrong, what, options in (
+                (TypeError, "format is None", {"format": None}),
+                (TypeError, "format is 4", {"format": 4}),
+                (ValueError, "quick", {"attention": "quick"}),
+                (ValueError, "keeps", {"on_detach": "keeps"}),
+                (TypeError, "salt", {"salt": 7})):
+            with self.assertRaisesRegex(wrong, what):
+                self.cache(self.model, **options)
+        gc.collect()
+        self.assertEqual(len(self.client._queues), 1)  # the test's own
+        before = self.daemon.ctl("session", "list")
+        with unittest.mock.patch.object(self.client, "session",
+                                        side_effect=self.client.session) as opened:
+            for _ in range(2):
+                self.cache(self.model, "kivi2").close()
+        self.assertEqual(opened.call_count, 1)  # it is asked once
+        self.assertEqual(self.daemon.ctl("session", "list"), before)
 
     def test_cropping_too_much(self):
         cache = self.cache(self.model, "oscar2", max_rollback=4)

@@ -509,7 +509,10 @@ class Shared(Case):
             model(ids, past_key_values=first)
             self.assertIs(first.state.rows.client, other.state.rows.client)
             daemon.stop()
-            self.fails(kvq.Code.E_DISCONNECTED, model, ids, past_key_values=first)
+            for call in (lambda: model(ids, past_key_values=first), lambda: first.crop(-1)):
+                error = self.fails(kvq.Code.E_DISCONNECTED, call)
+                self.assertRegex(str(error), "; a new KvqCache connects again$")
+                self.assertNotIn("reattach", str(error))  # whose user has no Client
             os.environ["KVQ_RUNTIME_DIR"] = self.daemon.directory
             made = [KvqCache(model, "16bit") for _ in range(2)]
             for cache in made:

@@ -251,6 +251,8 @@ class KvqCache(Cache):
                 refuse(f"the session {name!r} has {rows.seen} tokens already, and prefix {len(ids)}"
                        " ids: they would be appended again. Give the ids of all of its tokens and "
                        "new ones; or make the cache without prefix, and crop() or reset() it first")
+        else:
+            rows.check_options(model.dtype)
 
     def _set(self, state):
         self.state = state

@@ -7,6 +7,8 @@ can be cropped.
 """
 import functools
 import os
+import re
+import weakref
 from ctypes import byref
 
 import torch
@@ -24,12 +26,29 @@ QUERIES = 512       # of a session in a request; more are merged with PyTorch's 
 MAX_TOKENS = 131072
 MOST_ROWS = 1024    # of a batch: sessions of a step
 MOST_TOKENS = 65536 # of a row in a forward: tokens of a session in a step
+_ANEW = "; a new KvqCache connects again"
+_AGAIN = re.compile(r"; (call )?Client\.reattach\(\) (connects again|first)")
+_served = weakref.WeakKeyDictionary()  # by client: formats that it is known to have
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
+
+
+def told(method):
+    """Of Rows: an error says what the user can do, who has no kvq.Client to attach again."""
+    @functools.wraps(method)
+    def wrapped(self, *arguments):
+        try:
+            return method(self, *arguments)
+        except kvq.Error as error:
+            if error.code == kvq.Code.E_DISCONNECTED and self.shares and _ANEW not in error.text:
+                error.__init__(error.code, _AGAIN.sub("", error.text) + _ANEW, error.entries)
+            raise
+    return wrapped
 
 
 def in_turn(method):
     """Of Rows: the client cannot be closed or attached again meanwhile, nor the queue be used by
     another thread."""
+    @told
     @functools.wraps(method)
     def wrapped(self, *arguments):
         self.check_process()
@@ -58,6 +77,7 @@ class Rows:
 
     def __init__(self, table, client, options, max_tokens):
         self.table, self.options = table, options
+        self.shares = not client  # the connection that all caches without a client have
         self.process = os.getpid()
         self.format, self.threads = options.pop("format"), options.pop("threads")
         self.max_tokens = max_tokens
@@ -74,6 +94,28 @@ class Rows:
         self.desks = plugin.Desks(self.client)
 
     # ---- Sessions ----
+
+    @in_turn
+    def check_options(self, dtype):
+        """Refuses options and a format that no session can have. Names of formats may be of the
+        daemon's configuration: it is asked, once for each."""
+        options = {n: o for n, o in self.options.items() if n != "prefix" and o is not None}
+        if not isinstance(self.format, str):
+            raise TypeError(f"format is {self.format!r}; it is a name, as \"oscar4\"")
+        self.client._describe([], self.format, **options)
+        served = _served.setdefault(self.client, set())
+        if self.format == "16bit" or self.format in served:
+            return
+        stored = "bf16" if dtype == torch.bfloat16 else "f16"
+        try:
+            self.client.session(self.table.rows(), self.format, place="host",
+                                dtype=self.format if self.format in ("f16", "bf16") else stored
+                                ).close()
+        except kvq.Error as error:
+            if error.code in (kvq.Code.E_FORMAT, kvq.Code.E_SHAPE, kvq.Code.E_INVALID):
+                raise
+            return  # for lack of room, say, which there may be when it is needed
+        served.add(self.format)
 
     @in_turn
     def open(self, batch, dtype, prompt=0):
@@ -178,6 +220,7 @@ class Rows:
         options = {n: v for n, v in self.options.items() if n not in OF_NAMES}
         options |= {"format": self.format, "threads": self.threads}
         other = Rows(self.table, self.client, options, self.max_tokens)
+        other.shares = self.shares
         if self.sessions:
             other.sessions = self.queue.fork(self.sessions)
         other.dtype, other.seen, other.real = self.dtype, self.seen, self.real
@@ -458,6 +501,7 @@ class Rows:
 
     # ---- Attention ----
 
+    @told
     def attend(self, layer, query, key, value, want_lse):
         """Appends K and V [batch][heads][columns][dim] of a layer to the step, and attends. Returns
         [batch][columns][q_heads][dim], zeros at pads, and the LSE alike where it is wanted."""
