@@ -77,7 +77,7 @@ def main():
             with local.step(sessions, 1) as under_way:
                 began = time.perf_counter()
                 for layer, (k, v) in enumerate(layers.kv):
-                    under_way.attend(layer, layers.q, k, v, **layers.options)
+                    under_way.attend(layer, layers.q, k=k, v=v, **layers.options)
                 return time.perf_counter() - began, sum(spent)
         lib.kvq_local_attend = timed
         for _ in range(given.tokens):

@@ -49,7 +49,7 @@ with kvq.Client(directory) as client, client.queue() as queue:
         with queue.local(max_tokens=1024, require=True) as local:
             local.add(session)
             with local.step([session], [1]) as step:
-                out, lse = step.attend(0, one[2], *one[:2])
+                out, lse = step.attend(0, one[2], k=one[0], v=one[1])
             local.remove(session)
         session.refresh()
     else:

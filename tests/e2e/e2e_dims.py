@@ -75,11 +75,11 @@ class Dims(e2e_storage.Stored):
                 want = [tokens.feed(self.queue, one, 1) for _ in range(MORE)]
                 with self.queue.local(max_tokens=1024, require=True) as local:
                     local.add(other)
-                    data = [self.own(x) for x in (tokens.q, tokens.k, tokens.v)]
+                    data = {n: self.own(getattr(tokens, n)) for n in "kvq"}
                     for i in range(MORE):
                         at = slice(LENGTH + i, LENGTH + i + 1)
                         with local.step([other], [1]) as step:
-                            got = [step.attend(layer, *(x[layer, at] for x in data))
+                            got = [step.attend(layer, **{n: x[layer, at] for n, x in data.items()})
                                    for layer in range(2)]
                         self.assert_same(got, want[i], dim)
                     local.remove(other)

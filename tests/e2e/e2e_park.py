@@ -99,7 +99,7 @@ class Parks(Stored):
                 to[...] = x[0, 600:700]
             with local.step([session], 100) as mine, self.queue.step([twin], 100) as step:
                 for layer in range(2):
-                    out, _ = mine.attend(layer, q, k, v)
+                    out, _ = mine.attend(layer, q, k=k, v=v)
                     want, _ = step.append_attend(layer, k, v, q)
                     self.assertTrue(out.tobytes() == want.tobytes())
             if local.why is None:

@@ -131,7 +131,7 @@ class Prefixes(Test):
             engine.fill(at, STEP)
             with local.step([session], STEP, ids=engine.ids(at + STEP)[at:]) as step:
                 for layer in range(LAYERS):
-                    step.attend(layer, q, engine.k[layer], engine.v[layer])
+                    step.attend(layer, q, k=engine.k[layer], v=engine.v[layer])
         self.assertEqual(session.tokens, 1024)
         for _ in range(10000):  # units may be packed after the step has ended
             if engine.lookup(2048, place="host") == 1024:

@@ -210,7 +210,7 @@ class Pieces(Test, Prompts):
         """Attention in the engine's own context reads the same."""
         tokens = self.tokens()
         want, stored = self.whole(tokens)
-        data = [self.client_array(x) for x in (tokens.q, tokens.k, tokens.v)]
+        data = {n: self.client_array(getattr(tokens, n)) for n in "kvq"}
         for piece in PIECES[1:]:
             out = Outputs()
             with self.client.session(tokens.rows, "oscar2", prompt_tokens=PROMPT) as session, \
@@ -220,7 +220,7 @@ class Pieces(Test, Prompts):
                     n = min(piece, PROMPT - session.tokens)
                     at = slice(session.tokens, session.tokens + n)
                     with local.step([session], [n]) as step:
-                        out.add([step.attend(layer, *(x[layer, at] for x in data))
+                        out.add([step.attend(layer, **{n: x[layer, at] for n, x in data.items()})
                                  for layer in range(2)])
                 self.assert_alike(out, want, piece, "in context")
                 local.remove(session)

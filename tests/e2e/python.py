@@ -178,11 +178,13 @@ class Package(Test):
             for _ in range(3):
                 with local.step([here], 100) as mine, self.queue.step([there], 100) as step:
                     for layer in range(2):
-                        out, lse = mine.attend(layer, q, k, v)
+                        out, lse = mine.attend(layer, q, k=k, v=v)
                         want, want_lse = step.append_attend(layer, k, v, q)
                         np.testing.assert_array_equal(out, want)
                         np.testing.assert_array_equal(lse, want_lse)
             with local.step([here], 0) as step:
+                with self.assertRaises(TypeError):  # as of append_attend: K would count as Q
+                    step.attend(0, k, v, q)
                 out, _ = step.attend(0, q[:1])
             np.testing.assert_array_equal(out, self.queue.attend([there], 0, q[:1])[0])
             self.assertEqual(here.tokens, 300)
@@ -190,7 +192,7 @@ class Package(Test):
             self.assertEqual(here.refresh(), 400)
             with self.assertRaises(ValueError):
                 with local.step([here], 1) as step:
-                    step.attend(0, np.zeros((1, *q.shape[1:]), np.float32), k[:1].copy(), v[:1])
+                    step.attend(0, np.zeros((1, *q.shape[1:]), np.float32), k=k[:1].copy(), v=v[:1])
             self.fails(kvq.Code.E_LIMIT, local.step, [here], 1000)
             here.tokens = 5
             self.fails(kvq.Code.E_POSITION, local.step, [here], 1)
@@ -396,7 +398,7 @@ class Package(Test):
         queue.close()  # and with it the Local
         for call in (lambda: queue.step([foreign], 1), queue.nop, queue.order,
                      lambda: local.add(foreign), lambda: local.why,
-                     lambda: step.attend(0, np.zeros((1, 8, 128), np.float32), held, held)):
+                     lambda: step.attend(0, np.zeros((1, 8, 128), np.float32), k=held, v=held)):
             with self.assertRaises(ValueError):
                 call()
         queue = other.queue()
@@ -415,13 +417,13 @@ class Package(Test):
         with self.queue.local(require=True, max_tokens=1024) as local:
             local.add(session)
             step = local.step([session], 1)
-            step.attend(0, q, k, v)
-            self.assertRaisesRegex(ValueError, "out overlaps q", step.attend, 0, q, k, v, out=q)
+            step.attend(0, q, k=k, v=v)
+            self.assertRaisesRegex(ValueError, "out overlaps q", step.attend, 0, q, k=k, v=v, out=q)
             wide = self.client.array((4, 8, 128))
             both = wide.reshape(-1)[:1024].reshape(1, 8, 128)
             inner = wide.reshape(-1)[512:768].reshape(1, 2, 128)
-            step.attend(1, q, inner, v)
-            self.fails(kvq.Code.E_INVALID, step.attend, 0, q, k, v, out=both)  # layer 1's K
+            step.attend(1, q, k=inner, v=v)
+            self.fails(kvq.Code.E_INVALID, step.attend, 0, q, k=k, v=v, out=both)  # layer 1's K
             self.client.find_buffer(v).close()
             with self.assertRaisesRegex(ValueError, "closed before the step's end"):
                 step.end()
@@ -704,6 +706,15 @@ class Examples(Test):
     def test_python(self):
         out = self.run_example(sys.executable, os.path.join(ROOT, "examples", "minimal.py"))
         self.assertRegex(out, r"^240 tokens, 2\.75 bits per packed value, output -?\d")
+
+    def test_readme(self):
+        """Its programs, one behind the other, print what stands beside them."""
+        path = os.path.join(ROOT, "client", "python", "README.md")
+        with open(path, encoding="utf-8") as file:
+            program = "".join(re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S))
+        told = re.findall(r"print\(.*?\) +# (.*)", program)
+        self.assertEqual(len(told), 2)
+        self.assertEqual(self.run_example(sys.executable, "-c", program).splitlines(), told)
 
     def test_pytorch(self):
         """Where there is no PyTorch, or no GPU for it, it says so."""

@@ -156,7 +156,7 @@ class Ends(Test):
         """Likewise, of this process."""
         step = local.step([self.session], 1)
         for layer in range(2):
-            step.attend(layer, self.q, self.k, self.v)
+            step.attend(layer, self.q, k=self.k, v=self.v)
         return step
 
     def arrays(self):
@@ -217,7 +217,7 @@ class Ends(Test):
                     self.queue.local(max_tokens=1024) as local:
                 local.add(self.session)
                 step = local.step([self.session], 1)
-                step.attend(0, self.q, self.k, self.v)
+                step.attend(0, self.q, k=self.k, v=self.v)
                 self.fails(kvq.Code.E_INCOMPLETE, step.end,
                            text="the session stands as before the step")
                 self.local_step(local).abort()

@@ -2,10 +2,12 @@
 """Whether everything public has type hints; python.py and transformers_test.py run this."""
 import functools
 import inspect
+import os
+import re
 import typing
 import unittest
 
-from e2e_rig import kvq
+from e2e_rig import ROOT, kvq
 
 SPECIAL = ("__init__", "__enter__", "__exit__")  # the others are as Python calls them
 
@@ -68,6 +70,20 @@ class Hints(unittest.TestCase):
         for known in ("merge_states", "Queue.step", "Layer.dim_of_v", "Step.__exit__"):
             self.assertIn(known, names)
         self.assertEqual(faults(kvq), [])
+
+    def test_calls_of_the_readme(self):
+        """They are written as they are."""
+        path = os.path.join(ROOT, "client", "python", "README.md")
+        with open(path, encoding="utf-8") as file:
+            told = re.findall(r"^\| `(\w+)\.(\w+)\((.*?)\)` \| ", file.read(), re.M)
+        self.assertGreater(len(told), 12)
+        for owner, name, arguments in told:
+            signature = inspect.signature(getattr(getattr(kvq, owner), name))
+            kept = [p.replace(annotation=p.empty) for p in signature.parameters.values()
+                    if p.name != "self"]
+            want = signature.replace(parameters=kept, return_annotation=signature.empty)
+            text = re.sub(r"<class 'numpy\.(\w+)'>", r"np.\1", str(want))
+            self.assertEqual(f"({arguments})", text, f"{owner}.{name}")
 
     def test_fields_have_hints(self):
         """Of dataclasses, and of what their hints name."""

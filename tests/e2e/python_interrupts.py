@@ -159,7 +159,7 @@ class Interrupts(Test):
                 self.assertEqual(kvq.buffers._in_use, {}, moment)
             self.assertGreater(moment, 100)
             open_one = local.step([self.session], 1)
-            for moment in self.moments(lambda: open_one.attend(0, q, k, v, out=out)):
+            for moment in self.moments(lambda: open_one.attend(0, q, k=k, v=v, out=out)):
                 self.assertEqual(kvq.buffers._in_use, {}, moment)
             self.assertGreater(moment, 100)
             open_one.abort()
@@ -175,7 +175,7 @@ class Interrupts(Test):
 
             def step():
                 with local.step([self.session], 1) as step:
-                    step.attend(0, q, k, v, out=out, lse=False)
+                    step.attend(0, q, k=k, v=v, out=out, lse=False)
                     raise ZeroDivisionError
             for moment in self.moments(lambda: self.assertRaises(ZeroDivisionError, step)):
                 self.assertEqual(kvq.buffers._in_use, {}, moment)
@@ -215,12 +215,12 @@ class Interrupts(Test):
             for behind, expected in ((False, 0), (True, 2)):
                 step = begin()
                 for layer in range(2):
-                    step.attend(layer, q, k, v)
+                    step.attend(layer, q, k=k, v=v)
                 self.interrupted("kvq_local_end", behind, step.end)
                 self.goes_on(begin, expected)
             open_one = begin()  # a second one is refused, and leaves the first
             self.assertRaises(kvq.Error, begin)
-            open_one.attend(0, q, k, v)
+            open_one.attend(0, q, k=k, v=v)
             open_one.abort()
 
     def end_of(self, moments):
@@ -364,12 +364,12 @@ class Interrupts(Test):
             step = local.step([self.session], 1)
             q = np.zeros((1, 8, 128), np.float32)
             for _ in range(2):
-                step.attend(0, q, k, v)
+                step.attend(0, q, k=k, v=v)
             self.client.find_buffer(k).close()
             staged = self.queue._staging.array(self.queue._staging.nbytes, np.uint8)
             staged[:] = 7
             for layer in range(2):
                 self.assertRaisesRegex(ValueError, "closed before the step's end", step.attend,
-                                       layer, q, v, v)
+                                       layer, q, k=v, v=v)
             self.assertTrue((staged == 7).all())
             step.abort()

@@ -258,7 +258,7 @@ def case_local(bench, random):
         q = arrays.array("q", (n, Q_HEADS, DIM))
         out = arrays.array("out", (n, Q_HEADS, DIM), True) if random.random() < 0.5 else None
         known = random.random() < 0.7 and known_request(bench, random, step, n, out is not None)
-        failed, result = refused(arrays, step.attend, 0, q, k, v, out=out)
+        failed, result = refused(arrays, step.attend, 0, q, k=k, v=v, out=out)
         if not failed:
             check_again(local, step, result, q, k, v, out)
         broken = arrays.pick("", "", "buffer", "local", "queue")
@@ -270,13 +270,13 @@ def case_local(bench, random):
             bench.queue.close()
             bench.queue = bench.client.queue()
         if broken and not (failed and broken == "buffer"):
-            expect(lambda: step.attend(1, q, k, v))
+            expect(lambda: step.attend(1, q, k=k, v=v))
             expect(step.end)
             step.abort()
         elif failed or known:  # K and V were given twice, else
             step.abort()
         else:
-            step.attend(1, q, k, v)
+            step.attend(1, q, k=k, v=v)
             step.end()
             bench.counts[at] += n
     arrays.close()
@@ -295,7 +295,7 @@ def known_request(bench, random, step, n, has_out):
                                       (Q_HEADS, 2 * KV_HEADS + Q_HEADS)))
     if random.random() < 0.5:
         q, out = q.copy(), out.copy()
-    step.attend(0, q, k, v, out=out if has_out else None)
+    step.attend(0, q, k=k, v=v, out=out if has_out else None)
     return buffer
 
 
@@ -305,7 +305,7 @@ def check_again(local, step, result, q, k, v, out):
     for forget in (False, True):
         if forget:
             local._prepared.clear()
-        got = step.attend(0, q, k, v, out=out)
+        got = step.attend(0, q, k=k, v=v, out=out)
         if any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(want, got)):
             raise Wrong(f"the same call gave other bits, {forget=}")
 

@@ -421,7 +421,7 @@ class InUse(Test):
             step = local.step([session], 10)
             k, v, q = (made.take((10, heads, 128)) for heads in (2, 2, 8))
             with unittest.mock.patch.object(lib, "kvq_local_attend", attend):
-                step.attend(0, q, k, v)
+                step.attend(0, q, k=k, v=v)
             step.abort()
         self.assertEqual(len(said), 1)
         self.assertIn("1 calls of other threads use this buffer", said[0])
@@ -490,7 +490,7 @@ class Failures(Test):
                 local.add(session)
             step = local.step([large, small], [n, 1])
             for layer in range(2):
-                step.attend(layer, q, own["k"], own["v"], queries=[1, 1])
+                step.attend(layer, q, **own, queries=[1, 1])
             self.fails(kvq.Code.E_NO_MEMORY, step.end)
             self.assertEqual((large.tokens, small.tokens, step.open), (0, 1, True))
             self.fails(kvq.Code.E_NO_MEMORY, step.end)
@@ -502,7 +502,8 @@ class Failures(Test):
             with self.assertRaises(kvq.Error):  # and a block that ends in an error leaves nothing
                 with local.step([small], [n]) as step:
                     for layer in range(2):
-                        step.attend(layer, q[:1], own["k"][:n], own["v"][:n], queries=[1])
+                        step.attend(layer, q[:1], k=own["k"][:n], v=own["v"][:n],
+                                    queries=[1])
             self.assertFalse(step.open)
             with local.step([small], [0]):
                 pass

@@ -157,9 +157,9 @@ class TensorsOnTheHost(Test):
             local.add(self.session)
             with local.step([self.session], N) as step:
                 for layer in range(2):
-                    step.attend(layer, q, k, v, out=out)
+                    step.attend(layer, q, k=k, v=v, out=out)
                 with self.assertRaisesRegex(ValueError, "must lie in a buffer"):
-                    step.attend(0, q, k.clone(), v)
+                    step.attend(0, q, k=k.clone(), v=v)
         want = np.zeros((N, 8, 128), np.uint16)
         with self.client.session(self.tokens.rows, "oscar2") as session, \
                 self.queue.step([session], N) as step:

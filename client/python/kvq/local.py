@@ -54,7 +54,7 @@ class Local(Shown):
     through the daemon, and `why` says why.
 
     place       of its sessions: "host" (None as well) or a GPU's
-    max_tokens  of a session, a step's included; 0: 131,072
+    max_tokens  that one session may have at most, those of the step under way included; 0: 131,072
     require     fail where attention cannot be here
     threads     on the host, how many attend, the caller's included; they are kvq's own. "torch":
                 those that PyTorch computes with, for a model whose other operations run on them
@@ -336,14 +336,15 @@ class LocalStep(Shown):
             raise ValueError("the step has ended")
 
     @alone
-    def attend(self, layer: SupportsIndex, q: HostArray, k: Optional[HostArray] = None,
-               v: Optional[HostArray] = None, queries: Optional[Counts] = None, *,
+    def attend(self, layer: SupportsIndex, q: HostArray, *, k: Optional[HostArray] = None,
+               v: Optional[HostArray] = None, queries: Optional[Counts] = None,
                out: Optional[HostArray] = None,
                **options: Any) -> Tuple[Output, Optional[Floats]]:
         """Attention of one layer, with arrays and options as for Step.attend. k and v, of the
         step's tokens, lie in buffers and stay as they are until the step's end; None for layers
-        that read another layer's cache. Returns (out, lse). A layer's call is checked as a whole
-        where its arrays have other shapes, dtypes or strides than in the layer's last one."""
+        that read another layer's cache. They are named, since Step.append_attend has them before q.
+        Returns (out, lse). A layer's call is checked as a whole where its arrays have other shapes,
+        dtypes or strides than in the layer's last one."""
         local, asked = self.local, self._asked
         local._check_given()
         if asked is None or not asked.serve(self.sessions, queries):

@@ -399,8 +399,9 @@ class Queue(Shown):
     def attend(self, sessions: Iterable[kvq.Session], layer: SupportsIndex, q: HostArray,
                queries: Counts = 1, **options: Any) -> Tuple[Output, Optional[Floats]]:
         """Attention over committed tokens, without a step, with arrays and options as for
-        Step.attend: q is [all queries][q_heads][head_dim]. Queries stand behind all tokens. Returns
-        (out, lse)."""
+        Step.attend: q is [all queries][q_heads][head_dim]. Queries stand behind all tokens: on a
+        layer with a window of W the first sees the last W - 1 of them, where the last token of a
+        step saw W, itself among them. Returns (out, lse)."""
         sessions = batch(sessions, self.client, kvq.Session)
         entries = make_entries(sessions, queries=queries)
         return attend(self, "attend", sessions, entries, 0, layer, q=q, **options)
