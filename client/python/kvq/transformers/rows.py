@@ -27,7 +27,8 @@ MAX_TOKENS = 131072
 MOST_ROWS = 1024    # of a batch: sessions of a step
 MOST_TOKENS = 65536 # of a row in a forward: tokens of a session in a step
 _ANEW = "; a new KvqCache connects again"
-_AGAIN = re.compile(r"; (call )?Client\.reattach\(\) (connects again|first)")
+_AGAIN = re.compile(r"; (call )?Client\.reattach\(\) (connects again|first)"
+                    "(, then close this Local and open another)?")
 _served = weakref.WeakKeyDictionary()  # by client: formats that it is known to have
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
 
