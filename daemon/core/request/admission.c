@@ -9,14 +9,14 @@
 #include "daemon/core/session/exact.h"
 
 #define NS_PER_MS   1000000ull
-#define PATIENCE_NS 2000000000ull // for a session to become old enough
-#define LOOK_NS     50000000ull   // a request that waits looks again so often, whatever was freed,
-#define APART_NS    1000000ull    // or less often: so far apart are the looks of all together
-#define VISIT_NS    100ull        // and farther, for each layer and block that the last one visited
-#define TRY_NS      500ull        // so far apart are tries from the start, for each layer of them
+#define PATIENCE_NS 2000000000ull // how long a request waits for a session to become old enough
+#define LOOK_NS     50000000ull   // a waiter looks again so often even if nothing was freed,
+#define APART_NS    1000000ull    // or less often: the looks of all waiters are so far apart,
+#define VISIT_NS    100ull        // or so far for each layer and block that the last look visited
+#define TRY_NS      500ull        // tries from the start are so far apart for each layer visited
 enum {
-    ENTRY_WORK = 16, // what an entry is beside its layers
-    BLOCK_WORK = 16, // and a block that is taken and given back
+    ENTRY_WORK = 16, // work of an entry besides its layers, counted in layers
+    BLOCK_WORK = 16, // of a block that is taken and given back
 };
 
 // ---- What is needed ----
@@ -35,8 +35,7 @@ uint64_t kvq__session_bytes_at(const struct kvq__session *s, const struct kvq__p
     return bytes;
 }
 
-// What is known of the need in the place, or below the limit, that has no room, in the request's
-// attempt to take pages.
+// The attempt's demand on the pool, or on the namespace's limit, that has no room.
 static struct kvq__demand *demand_of(const struct kvq__queue *q, const struct kvq__shortage *s)
 {
     enum kvq__limit which = kvq__pool_limit(s->pool);
@@ -49,7 +48,7 @@ static struct kvq__demand *demand_of(const struct kvq__queue *q, const struct kv
     return d;
 }
 
-// The two that count an entry's session.
+// The demands that count an entry's session: on the namespace's limit and on the pool.
 static void demands_of(const struct kvq__queue *q, uint32_t i, struct kvq__demand *both[2])
 {
     const struct kvq__session *s = q->work[i].session;
@@ -73,7 +72,7 @@ static struct kvq__need need_of_entry(struct kvq__queue *q, uint32_t i)
                               .whole = whole > prompt ? whole - prompt : 0};
 }
 
-// Once in an attempt: from then on the demands change as entries get their pages or are refused.
+// Once in an attempt: from then on each entry that gets its pages or is refused lowers the demands.
 static void count_needs(struct kvq__queue *q)
 {
     struct kvq__demand *both[2];
@@ -98,7 +97,7 @@ void kvq__admission_took(struct kvq__queue *q, uint32_t i, uint64_t bytes)
         both[k]->in_the_way.reach -= kvq__min(both[k]->in_the_way.reach, bytes);
 }
 
-// The entry has its pages, or was refused.
+// The entry has its pages, or was refused: its need counts no longer.
 static void entry_is_over(struct kvq__queue *q, uint32_t i, bool refused)
 {
     const struct kvq__need *need = &q->work[i].need;
@@ -115,7 +114,7 @@ static void entry_is_over(struct kvq__queue *q, uint32_t i, bool refused)
     }
 }
 
-// `least`: so much is missing at least.
+// `least`: bytes that are missing at least.
 static struct kvq__need need_of_request(struct kvq__queue *q, const struct kvq__shortage *shortage,
                                         uint64_t least)
 {
@@ -129,7 +128,7 @@ static struct kvq__need need_of_request(struct kvq__queue *q, const struct kvq__
 
 // ---- Claims ----
 
-// While a request waits, those after it have no session evicted that it names.
+// Requests with later tickets have no session evicted that the request names while it waits.
 static void claim_sessions(struct kvq__queue *q)
 {
     struct kvq__handle *h;
@@ -149,15 +148,15 @@ static void drop_claims(struct kvq__queue *q)
 
 // ---- Turns ----
 
-// What changes when a request that waits like this one should look again.
+// The counter that changes when a waiter of this kind should look again.
 static uint64_t changes(const struct kvq__queue *q)
 {
     return q->turn.extents ? q->core->room.extents_made : q->turn.line->freed;
 }
 
-// All that wait have a share of the time together: each namespace of which some wait as much as the
-// others, of that each place and limit that these wait for, and of that each request. So whoever
-// has many that wait has them wait for each other. One request's is one in so many.
+// Waiters share the time for looks and tries: namespaces equally, then the pools and limits where a
+// namespace waits, then the requests there. So the many waiters of a namespace slow down only each
+// other. A request's share is one in the returned number.
 static uint64_t sharers(const struct kvq__queue *q)
 {
     const struct kvq__waits *w = q->turn.waits;
@@ -165,15 +164,15 @@ static uint64_t sharers(const struct kvq__queue *q)
     return (uint64_t)q->core->room.n_waiting * q->turn.ns->n_waits * w->n;
 }
 
-// How far apart its looks are, by what the last one took.
+// How far apart the request's looks are, by the work of its last look.
 static uint64_t looks_apart(const struct kvq__queue *q, uint64_t least)
 {
     uint64_t apart = kvq__max(APART_NS, q->turn.look_work * VISIT_NS);
     return kvq__max(least, sharers(q) * apart);
 }
 
-// When the next try from the start may be, likewise by what the last one took. `not_before`: by the
-// last ones of its namespace.
+// When the request may next be tried from the start, by the work of its last try. `not_before`
+// stands for the last tries of its namespace.
 static uint64_t next_try(const struct kvq__queue *q, uint64_t least, uint64_t not_before)
 {
     uint64_t apart = sharers(q) * q->turn.work * TRY_NS;
@@ -192,14 +191,14 @@ static uint64_t work_of_try(const struct kvq__queue *q)
     return work;
 }
 
-// A try has ended, and the request waits.
+// Notes a try from the start after which the request waits.
 static void note_try(struct kvq__queue *q)
 {
     struct kvq__namespace *ns = q->turn.ns;
     q->turn.tried = q->core->now;
     q->turn.work = work_of_try(q);
     ns->next_try = q->core->now + q->core->room.n_waiting * q->turn.work * TRY_NS;
-    if (q->turn.hoped) // where it seemed to be, there is no room for others either
+    if (q->turn.hoped) // nor do others of the namespace find the room that seemed there
         ns->next_hope = ns->next_try;
 }
 
@@ -229,8 +228,8 @@ static void drop_waiter(struct kvq__queue *q)
     q->turn.in_line = q->turn.listed = false;
 }
 
-// Its ticket mostly is the newest there: not that of a request that has waited elsewhere, or was
-// refused before for other entries.
+// The line stays in the order of tickets. A ticket is older than the line's last one only if the
+// request has waited in another line or was refused before for other entries.
 static void add_waiter(struct kvq__queue *q, const struct kvq__shortage *refused)
 {
     struct kvq__core *core = q->core;
@@ -268,15 +267,15 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused)
     q->turn.seen = changes(q);
 }
 
-// When it looks again even if nothing has changed.
+// Sets when the request looks again even if nothing has changed.
 static void look_again(struct kvq__queue *q, uint64_t look_at)
 {
     uint64_t now = q->core->now;
     q->turn.look_at = kvq__max(kvq__min(look_at, now + LOOK_NS), now + looks_apart(q, 0));
 }
 
-// Of those that wait in a line, the oldest for which something has changed; NULL: none. After a
-// change each is passed once, and not once for each of the others.
+// The oldest waiter in the line that has not looked since something changed; NULL: none. The line
+// passes each waiter once after a change, and not once for each of the others.
 static const struct kvq__queue *first_unseen(const struct kvq__core *core, struct kvq__line *line)
 {
     if (line->shown != line->freed || line->extents != core->room.extents_made) {
@@ -291,7 +290,7 @@ static const struct kvq__queue *first_unseen(const struct kvq__core *core, struc
     return line->unseen;
 }
 
-// Whether what got free may be for an older one that waits: for the same pool, or the same limit of
+// Whether what became free may be for an older waiter, for the same pool or below the same limit of
 // the namespace.
 static bool others_come_first(const struct kvq__queue *q)
 {
@@ -362,8 +361,8 @@ static void take_request_ticket(struct kvq__queue *q)
     q->turn.since = q->core->now;
 }
 
-// Whether it was told to wait just now, and the last session that goes has not gone since, or
-// another one like it has looked since.
+// Whether the request looked for sessions to evict too recently to look again. Once the last
+// eviction under way has ended, one waiter of its `waits` looks at once.
 static bool has_just_looked(const struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
@@ -372,7 +371,7 @@ static bool has_just_looked(const struct kvq__queue *q)
            (q->turn.waits->evictions == core->evict.ended || core->evict.n > 0);
 }
 
-// Asks whether somebody can make room, unless that is known to be in vain from an entry before.
+// Asks for evictions, unless the attempt has learned that they cannot make so much room.
 static enum kvq__help ask_for_help(struct kvq__queue *q, const struct kvq__eviction_request *asked,
                                    struct kvq__demand *d)
 {
@@ -380,7 +379,7 @@ static enum kvq__help ask_for_help(struct kvq__queue *q, const struct kvq__evict
         *asked->in_the_way = d->in_the_way;
         return KVQ__HELP_NONE;
     }
-    claim_sessions(q); // its own as well, as of its ticket
+    claim_sessions(q); // so the sessions that the request itself names stay as well
     uint64_t before = q->core->evict.work;
     enum kvq__help help = q->core->up->evict_for(q->core, asked);
     if (q->core->evict.work != before)
@@ -394,7 +393,7 @@ static enum kvq__help ask_for_help(struct kvq__queue *q, const struct kvq__evict
     return help;
 }
 
-// d: of the attempt to take pages; NULL: it is none.
+// d: the demand in the attempt to take pages; NULL outside of an attempt.
 static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
                           const struct kvq__shortage *refused, struct kvq__need need,
                           struct kvq__demand *d, bool reports)
@@ -407,7 +406,7 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
     assert(refused->code < 0 && refused->pool);
     take_request_ticket(q);
     q->turn.need = need;
-    if (refused->code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
+    if (refused->code == KVQ_E_BUSY) { // extents are being made: no session has to go
         kvq__pool_want(refused->ns, refused->pool, need.missing);
         enlist(q, refused);
         look_again(q, look_at);
@@ -475,7 +474,7 @@ void kvq__admission_begin(struct kvq__queue *q)
 bool kvq__admission_ask(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused,
                         uint64_t least)
 {
-    if (refused->code == 0) // what was missing is no block
+    if (refused->code == 0) // what was missing is not a block
         return false;
     ask_for_room(q, i, refused, (struct kvq__need){least, least}, true);
     return waits_or_drops(q);
@@ -489,7 +488,7 @@ void kvq__admission_gave_back(struct kvq__queue *q, const struct kvq__session *s
 
 // ---- Waiting on ----
 
-// The session whose entry was refused, if that still counts there; NULL: it does not, or has gone.
+// The session of the refused entry; NULL if it has gone or no longer counts against the shortage.
 static const struct kvq__session *refused_session(const struct kvq__queue *q)
 {
     const struct kvq__shortage *refused = &q->turn.refused;
@@ -500,19 +499,19 @@ static const struct kvq__session *refused_session(const struct kvq__queue *q)
     return s->ns == refused->ns && kvq__shortage_counts(refused, s) ? s : NULL;
 }
 
-// Whether a request whose turn it is waits on without another try from the start: what it needs is
-// not there, as far as is known since the last one. What has changed of its sessions meanwhile is
-// seen when the time for another try has come.
+// Whether a request whose turn it is waits on without another try from the start, since the room
+// that it lacked at the last try still seems not to be there. Only the next try sees what has
+// changed of its sessions meanwhile.
 static bool waits_on(struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
     const struct kvq__session *s = refused_session(q);
     struct kvq__shortage refused = q->turn.refused;
-    bool in_vain = q->turn.hoped; // the last one was
+    bool in_vain = q->turn.hoped; // the last try found no room where some seemed to be
     q->turn.hoped = false;
     if (core->now >= next_try(q, LOOK_NS, q->turn.ns->next_try))
         return false;
-    refused.later = false; // that may be over
+    refused.later = false; // what was to become free later may be free now
     if (s && q->turn.need.missing > kvq__shortage_free(&refused) &&
         wait_for_room(q, s, &refused, q->turn.need, NULL, false)) {
         q->turn.hoped = in_vain;
@@ -523,7 +522,7 @@ static bool waits_on(struct kvq__queue *q)
     q->turn.hoped = in_vain || core->now >= at;
     if (core->now >= at)
         return false;
-    q->turn.seen = changes(q); // others may go first
+    q->turn.seen = changes(q); // so younger waiters may go first
     q->turn.look_at = at;
     return true;
 }
@@ -544,7 +543,8 @@ bool kvq__admission_turn(struct kvq__queue *q)
 
 // ---- Taking pages ----
 
-// Deferred frees are ended first, once in an attempt: their readers do not end meanwhile.
+// Whether the bytes are missing even after deferred frees were swept. An attempt sweeps once:
+// readers of deferred blocks do not end meanwhile.
 static bool is_short(struct kvq__queue *q, const struct kvq__shortage *s, uint64_t missing)
 {
     if (missing <= kvq__shortage_free(s))
@@ -555,8 +555,8 @@ static bool is_short(struct kvq__queue *q, const struct kvq__shortage *s, uint64
     return missing > kvq__shortage_free(s);
 }
 
-// Whether the session could not have so many tokens now even if all prefixes gave way: then none
-// does, and nothing is taken to be given back. `refused` is 0 if it could.
+// Whether the entry's pages could not be had even if all prefixes gave way: then no prefix gives
+// way, and no page is taken only to be given back. `refused` says where; code 0: they could.
 static bool needs_more_room(struct kvq__queue *q, uint32_t entry, struct kvq__shortage *refused)
 {
     static const int codes[] = {KVQ_E_QUOTA, KVQ_E_NO_MEMORY};
@@ -571,14 +571,14 @@ static bool needs_more_room(struct kvq__queue *q, uint32_t entry, struct kvq__sh
     return false;
 }
 
-// Whether the request waits until it can have all it needs, prefixes included that would give way.
+// Whether the request waits for what all its entries need, after all prefixes have given way.
 static bool waits_for_all(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused)
 {
     struct kvq__need need = need_of_request(q, refused, 0);
     return is_short(q, refused, need.missing) && ask_for_room(q, i, refused, need, false);
 }
 
-// The same of a request that has waited, without another try.
+// Whether a request that has waited still waits for that room, without another try.
 static bool waits_still(struct kvq__queue *q)
 {
     struct kvq__shortage refused = q->turn.refused;
@@ -588,17 +588,18 @@ static bool waits_still(struct kvq__queue *q)
     assert(q->turn.ticket && i < q->header.count);
     if (!kvq__entry_alive(q, i))
         return false;
-    refused.later = false; // that may be over
+    refused.later = false; // what was to become free later may be free now
     const struct kvq__session *s = q->work[i].session;
     return s->ns == refused.ns && kvq__shortage_counts(&refused, s) &&
            waits_for_all(q, i, &refused);
 }
 
-// Whether it does so for what the entries lack that have not been refused. Reports it if not.
+// Whether the request waits for what its entries not refused so far lack; reports the refusal if
+// not.
 static bool waits_for_the_rest(struct kvq__queue *q, uint32_t i,
                                const struct kvq__shortage *refused)
 {
-    if (refused->code == 0) // what was missing is no block
+    if (refused->code == 0) // what was missing is not a block
         return false;
     return ask_for_room(q, i, refused, need_of_request(q, refused, refused->bytes), true);
 }
@@ -608,7 +609,7 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = q->work[i].session;
     if (!takes_pages(q, i))
         return true;
-    if (s->evict.taker == q) { // it stands in two entries
+    if (s->evict.taker == q) { // an earlier entry names the same session
         entry_is_over(q, i, false);
         return true;
     }
@@ -639,7 +640,7 @@ void kvq__admission_untake(struct kvq__queue *q, uint32_t i)
     kvq__pages_unreserve(s, kvq__pages_of(s->tokens + s->in_step.tokens));
 }
 
-// Once the request waits.
+// Gives back what the entry took, once the request waits.
 static void give_back(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
