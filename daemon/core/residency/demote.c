@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Demoted sessions: they belong on a GPU, stand in the host's memory because others needed the room
-// there, and go back when somebody uses them. See evict.h.
+// Demoted sessions belong on a GPU, stand in the host's memory because others needed the room
+// there, and go back when a request uses them. See evict.h.
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/session/table.h"
 
-#define AGAIN_NS 50000000ull // it tries again so often though nobody was evicted
+#define AGAIN_NS 50000000ull // a refused session tries again so often even without evictions
 
-// Requests on the session wait, and no longer than for any move.
+// Requests on the session wait for the move, and no longer than for any other.
 static int go_home(struct kvq__session *s)
 {
     struct kvq__move_spec spec = {.place = kvq__pool_name(s->demoted.home),
@@ -20,15 +20,15 @@ static int go_home(struct kvq__session *s)
     return kvq__move_start(s, &spec, &info, text);
 }
 
-// Extents belong to one namespace each, so that there may be no block though there are bytes.
+// Extents belong to one namespace each: there may be no block although there are bytes.
 static bool was_refused(const struct kvq__session *s)
 {
     return s->demoted.refused == s->core->evict.ended + 1 &&
            s->core->now - s->demoted.refused_at < AGAIN_NS;
 }
 
-// Room for so many bytes at its home; if it `needs` them, prefixes included that give way for it.
-// Else `refused` says what is in the way.
+// Whether the session's home has room for so many bytes; if the session `needs` them, prefixes that
+// give way count as room. If not, `refused` says what is in the way.
 static bool has_place_room(const struct kvq__session *s, uint64_t bytes, bool needs,
                            struct kvq__shortage *refused)
 {
@@ -60,14 +60,14 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, const struct kvq__handl
     struct kvq__core *core = s->core;
     if (!s->demoted.home || kvq__is_offloaded(s) || kvq__is_turning_back(s))
         return false;
-    kvq__session_used(s); // nobody else's need makes it go now
+    kvq__session_used(s); // no other request has it evicted now
     if (s->move || s->park || s->n_loading || kvq__is_fetching(s))
         return true;
     uint64_t bytes = kvq__session_bytes_at(s, s->demoted.home, s->tokens);
     struct kvq__shortage refused;
     if (has_place_room(s, bytes, true, &refused)) {
         int rc = go_home(s);
-        bool only_home = h->table && !h->table->memory.host; // that is what it publishes into
+        bool only_home = h->table && !h->table->memory.host; // the client's table is at home alone
         q->work[i].no_room = rc == KVQ_E_NO_MEMORY || (rc < 0 && only_home) ? rc : 0;
         return rc != KVQ_E_NO_MEMORY && !core->draining;
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who is evicted, where to, and what has become of it. See evict.h.
+// Which sessions are evicted, where they go, and what has become of them. See evict.h.
 #include "daemon/core/residency/evict.h"
 
 #include <assert.h>
@@ -12,12 +12,12 @@
 #include "daemon/core/session/group.h"
 
 enum {
-    SAMPLES = 32,                    // blocks of a session that are looked at, of maybe 100,000
-    FIXED_COST = 1 << 20,            // in bytes: evicting many small sessions is no gain
-    RECLAIM_AT_ONCE = 64,            // pages of prefixes between two looks at the rings
-    WAIT_MS = 50,                    // how long a demotion waits for what is under way
-    LOOKS = 256,                     // sessions that are looked at, if there are more than these
-    LEAST_LOOKS = 8,                 // in each namespace
+    SAMPLES = 32,         // blocks that are looked at of a session, which may have 100,000
+    FIXED_COST = 1 << 20, // in bytes: evicting many small sessions is no gain
+    RECLAIM_AT_ONCE = 64, // pages of prefixes between two looks at the rings
+    WAIT_MS = 50,         // how long a demotion waits for work under way
+    LOOKS = 256,          // sessions that one look visits, if there are more
+    LEAST_LOOKS = 8,      // in each namespace
     OF_ONE = KVQ__EVICT_AT_ONCE / 2, // evictions in a pool that one namespace asks for at a time
 };
 enum { NODES_AT_ONCE = 256 }; // pages of prefixes that one tick gives up
@@ -33,9 +33,9 @@ double kvq__score(const struct kvq__score *s)
     return (double)s->idle * (double)s->gain / cost;
 }
 
-// The part of a session's blocks that nobody else has. The index of prefixes gives way, and what
-// is read from disk or written to it is let go soon. With `shared` also its share of those that
-// other sessions have as well.
+// The part of a session's blocks that would be free without the session. The index of prefixes
+// gives way, and restores and saves let go soon. With `shared` also the session's share of blocks
+// that other sessions have as well.
 static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns, bool shared)
 {
     uint32_t seen = 0, passing = kvq__session_saves(s) + (s->restore && s->restore->entered);
@@ -51,7 +51,7 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
         uint32_t page = l->first_page + (uint32_t)((uint64_t)n * (k * 7 % SAMPLES) / SAMPLES);
         const struct kvq__pageref *p = kvq__page(l, page);
         const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
-        bool sinks = page == 0 && l->sink_bytes && l->packed; // are a part of their own to a save
+        bool sinks = page == 0 && l->sink_bytes && l->packed; // a part of their own to a save
         uint32_t others = passing * (sinks ? 2 : 1) + (page < indexed);
         seen += block != NULL;
         if (!block || (ns && block->extent->owner->ns != ns))
@@ -70,14 +70,14 @@ static uint64_t evictable_bytes(const struct kvq__session *s)
     return kvq__session_bytes_at(s, s->pool, s->tokens);
 }
 
-// Bytes that a shortage has less of without the session.
+// Bytes by which the shortage shrinks if the session goes.
 static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage *shortage,
                         bool shared)
 {
     const struct kvq__namespace *ns = shortage->code == KVQ_E_QUOTA ? s->ns : NULL;
     if (!kvq__shortage_counts(shortage, s))
         return 0;
-    bool begun = s->restore && !s->restore->entered; // it comes back, and has not all as yet
+    bool begun = s->restore && !s->restore->entered; // it is coming back, and lacks blocks as yet
     uint64_t bytes = begun ? s->restore->reserved : evictable_bytes(s);
     return (uint64_t)((double)bytes * own_part(s, ns, shared));
 }
@@ -86,7 +86,7 @@ static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage
 
 enum way { NOWHERE, TO_HOST, TO_DISK };
 
-// What could be had on the host, once prefixes have given way.
+// Bytes that can be had on the host once all prefixes have given way.
 static uint64_t host_room(const struct kvq__core *core)
 {
     const struct kvq__pool *host = &core->pools[0];
@@ -107,7 +107,7 @@ static enum way way_of(const struct kvq__session *s, const struct kvq__shortage 
     return kvq__session_parkable(s, NULL) == 0 ? TO_DISK : NOWHERE;
 }
 
-// ---- Looking at all of them ----
+// ---- Looking at sessions ----
 
 struct victim {
     struct kvq__session *session; // the first of its group
@@ -118,15 +118,15 @@ struct victim {
 
 struct choice {
     const struct kvq__eviction_request *asked;
-    bool shared; // blocks that sessions share count: if all of these go, they are free
+    bool shared; // shared blocks count: they are free once all who share them have gone
     struct victim victims[KVQ__EVICT_AT_ONCE]; // those of the highest scores, the best first
     uint32_t n;
-    uint64_t all;  // that could be gained by all that may go, now or soon
-    uint64_t busy; // and by all that may go once the work that uses them has ended
+    uint64_t all;  // bytes gained by all sessions that may go, now or once old enough
+    uint64_t busy; // and by those that may go once the work that uses them has ended
     bool some;     // more sessions may help than were looked at
 };
 
-// Of two alike the one that was found first stays before the other.
+// Of two victims with one score the one found first stays first.
 static void note_victim(struct choice *c, struct victim v)
 {
     uint32_t at = c->n;
@@ -140,13 +140,13 @@ static void note_victim(struct choice *c, struct victim v)
     c->victims[at] = v;
 }
 
-// Whoever waits for what ends by itself is to look again.
+// The caller waits for work that ends by itself, and is to look again soon.
 static void look_soon(const struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
     *asked->look_at = kvq__min(*asked->look_at, core->now + KVQ__LEAST_LOOK_NS);
 }
 
-// Of a group as a whole.
+// What a look has found of a group of shards as a whole.
 struct look {
     bool used, held, pinned, own, claimed; // held: in use for as long as a client likes
     uint64_t gain, bytes, unsaved, idle, back, try_after;
@@ -161,7 +161,7 @@ static void consider_session(const struct kvq__session *s, const struct choice *
     s->core->evict.work += SAMPLES + 2 * s->n_layers;
     look->used |= kvq__session_uses(s, KVQ__USES_EVICT) != 0;
     look->used |=
-        s->pool->gpu && kvq__session_saves(s); // a copy elsewhere frees nothing before they end
+        s->pool->gpu && kvq__session_saves(s); // saves hold the blocks: moving frees none yet
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
     look->pinned |= s->pinned;
     look->own |= s == asked->own;
@@ -185,7 +185,7 @@ static struct look consider_all(const struct kvq__session *s, const struct choic
     return look;
 }
 
-// How long until it has been idle, and here, for long enough.
+// How long until the group has been idle, and in this pool, for evict_idle_ns.
 static uint64_t too_young(const struct kvq__core *core, const struct look *look)
 {
     uint64_t least = core->config.evict_idle_ns, here = core->now - look->back;
@@ -195,7 +195,7 @@ static uint64_t too_young(const struct kvq__core *core, const struct look *look)
     return wait;
 }
 
-// False if it cannot go, old enough or not.
+// False if the group cannot go, whatever its age.
 static bool consider(struct choice *c, struct kvq__session *s)
 {
     const struct kvq__core *core = s->core;
@@ -206,7 +206,7 @@ static bool consider(struct choice *c, struct kvq__session *s)
     if (look.used || look.claimed || look.pinned) {
         asked->in_the_way->pinned += look.pinned;
         asked->in_the_way->in_use += !look.pinned;
-        if (!look.pinned && !look.held && !look.claimed) { // that ends by itself
+        if (!look.pinned && !look.held && !look.claimed) { // such a use ends by itself
             c->busy += look.gain;
             look_soon(core, asked);
         }
@@ -229,8 +229,8 @@ static bool consider(struct choice *c, struct kvq__session *s)
     return true;
 }
 
-// Memory of sessions that are not there yet, since they are read from disk or moved here. That ends
-// by itself, and then they can go, or their memory is free.
+// Counts memory of sessions that are being read from disk or moved here. That work ends by itself;
+// then these sessions can go, or their memory is free.
 static void consider_coming(const struct kvq__core *core, struct choice *c)
 {
     const struct kvq__eviction_request *asked = c->asked;
@@ -252,7 +252,7 @@ static void consider_coming(const struct kvq__core *core, struct choice *c)
     look_soon(core, asked);
 }
 
-// ---- Which of them are looked at ----
+// ---- Which sessions are looked at ----
 
 static bool may_help(const struct kvq__shortage *shortage, const struct kvq__arena *arena)
 {
@@ -262,7 +262,7 @@ static bool may_help(const struct kvq__shortage *shortage, const struct kvq__are
     return arena->pool == shortage->pool;
 }
 
-// The first of its group that is there, unless this look has had it.
+// The first member that is there of the session's group; NULL: this look has visited the group.
 static struct kvq__session *group_of(struct kvq__session *s)
 {
     struct kvq__session *first = s;
@@ -275,8 +275,8 @@ static struct kvq__session *group_of(struct kvq__session *s)
     return first;
 }
 
-// Those used longest ago. What the others would give is estimated from these. Who cannot go gives
-// way to others for the next look.
+// Looks at the `most` sessions of the arena used longest ago, and estimates the gain of the others.
+// If there are others, sessions that cannot go move behind them.
 static void consider_some(struct choice *c, struct kvq__arena *arena, uint32_t most)
 {
     uint64_t before = c->all;
@@ -285,7 +285,7 @@ static void consider_some(struct choice *c, struct kvq__arena *arena, uint32_t m
     for (; s && looks < n && looks < most; looks++, s = next) {
         next = TAILQ_NEXT(s, last_used.link);
         s->core->lookup.looks++;
-        if (s->n_pages == 0 && !s->restore && !s->move) { // until it is used again
+        if (s->n_pages == 0 && !s->restore && !s->move) { // off the list until its next use
             kvq__recent_forget(s);
             continue;
         }
@@ -321,7 +321,7 @@ static void choose(struct kvq__core *core, const struct kvq__eviction_request *a
         for (uint32_t i = 0; i < core->n_pools; i++)
             if (may_help(asked->shortage, &ns->arenas[i]))
                 consider_some(c, &ns->arenas[i], most);
-    if (c->some && c->n == 0) { // others at the next look
+    if (c->some && c->n == 0) { // the next look visits others
         c->busy = asked->need;
         look_soon(core, asked);
     }
@@ -332,13 +332,13 @@ static void choose(struct kvq__core *core, const struct kvq__eviction_request *a
 
 // Evictions under way that may help a caller.
 struct under_way {
-    uint32_t n, own; // of these the caller has asked for
-    uint64_t coming; // bytes that these gain
+    uint32_t n, own; // own: those that the caller has asked for
+    uint64_t coming; // bytes that the pool gains by the own ones
     bool takes;      // another one can begin
 };
 
-// Where one more eviction that a namespace asks for is noted; NULL: there are enough. None begins
-// beside one that goes to the host, since moves copy one at a time.
+// The slot for one more eviction that the namespace `by` asks for; NULL: there are enough. No
+// eviction begins beside a demotion, since moves copy one at a time.
 static struct kvq__evicting *free_slot(struct kvq__core *core, const struct kvq__pool *pool,
                                        const struct kvq__namespace *by)
 {
@@ -382,7 +382,7 @@ static struct under_way look_under_way(struct kvq__core *core,
     return u;
 }
 
-// Whether those that the caller has asked for make up for what is missing.
+// Whether the evictions that the caller has asked for make up for what is missing.
 static bool is_on_its_way(const struct kvq__eviction_request *asked, const struct under_way *u)
 {
     return u->own > 0 && kvq__shortage_free(asked->shortage) + u->coming >= asked->need;
@@ -402,8 +402,8 @@ static int send(struct kvq__session *s, enum way way, enum kvq__park_reason reas
     return rc;
 }
 
-// Why it could not go: what was in the way may still be there. One that is in use again is passed
-// by for that alone.
+// Leaves the session, or all demotions, alone for a while: the reason may last. A session in use
+// again needs no mark, since its use keeps it from going.
 static void note_failed(struct kvq__session *s, bool demotes, int status)
 {
     uint64_t after = s->core->now + TRY_AGAIN_NS;
@@ -413,7 +413,7 @@ static void note_failed(struct kvq__session *s, bool demotes, int status)
         s->evict.try_after = after;
 }
 
-// Nothing is known against the session: there is no ticket for it just now.
+// Whether there was no ticket, or no memory for one, which says nothing against the session.
 static bool lacks_ticket(const struct victim *v, int status)
 {
     return status == KVQ_E_LIMIT || (status == KVQ_E_NO_MEMORY && v->way == TO_DISK);
@@ -421,9 +421,9 @@ static bool lacks_ticket(const struct victim *v, int status)
 
 enum start {
     STARTED,
-    FULL,      // as many are under way there as may be
-    NO_TICKET, // there is none just now
-    REFUSED,   // it stays
+    FULL,      // as many evictions are under way there as may be
+    NO_TICKET, // there is no ticket just now
+    REFUSED,   // the session stays
 };
 
 static enum start start_eviction(struct kvq__core *core, const struct victim *v,
@@ -454,7 +454,7 @@ static enum start start_eviction(struct kvq__core *core, const struct victim *v,
     return STARTED;
 }
 
-// Blocks that a move which has ended has yet to give back.
+// Whether a move that has ended has yet to give back blocks of the pool.
 static bool gives_back(const struct kvq__move *move, const struct kvq__pool *pool)
 {
     bool ends = move->ticket.phase == KVQ__DRAINING || move->ticket.phase == KVQ__RELEASING;
@@ -468,9 +468,9 @@ static bool gives_back(const struct kvq__move *move, const struct kvq__pool *poo
     return false;
 }
 
-// Bytes of blocks that nobody has any more, but work under way may still look at. With a client
-// whose stream stands still that may take for ever, and others may be quicker to take them: whoever
-// has waited for a while does so no longer.
+// Bytes of blocks that no session has any more, but that work under way may still look at. Such
+// work takes for ever if a client's stream stands still, and others may be quicker to take the
+// blocks: a caller counts them only until it has waited for GIVEN_UP_NS.
 static uint64_t given_up(const struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
     const struct kvq__namespace *ns;
@@ -484,7 +484,7 @@ static uint64_t given_up(const struct kvq__core *core, const struct kvq__evictio
     return bytes;
 }
 
-// Whether what is missing is about to be free, without anybody having to go.
+// Whether enough given-up blocks, or any blocks that a move gives back, are about to be free.
 static bool comes_free(const struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
     const struct kvq__move *move;
@@ -497,7 +497,7 @@ static bool comes_free(const struct kvq__core *core, const struct kvq__eviction_
     return false;
 }
 
-// Whether the sessions that can go, or that can with those that are busy, have what is missing.
+// Whether the sessions that may go, now or soon, and `busy` bytes have what is missing.
 static bool is_enough(const struct choice *c, uint64_t busy)
 {
     const struct kvq__eviction_request *asked = c->asked;
@@ -505,8 +505,7 @@ static bool is_enough(const struct choice *c, uint64_t busy)
            (c->n > 0 || *asked->look_at != UINT64_MAX);
 }
 
-// What a caller might need for an answer other than that what can go, now or soon, is not enough:
-// so many bytes at most.
+// `reach` (struct kvq__in_the_way) of the answer that what may go, now or soon, is not enough.
 static uint64_t reach_of(const struct choice *c)
 {
     const struct kvq__eviction_request *asked = c->asked;
@@ -514,13 +513,13 @@ static uint64_t reach_of(const struct choice *c)
     return some ? kvq__shortage_free(asked->shortage) + c->all + c->busy : 0;
 }
 
-// The same for an answer other than to wait for what ends by itself.
+// `reach` of the answer to wait for work that ends by itself.
 static uint64_t ready_of(const struct choice *c)
 {
     return c->n > 0 ? kvq__shortage_free(c->asked->shortage) + c->all : 0;
 }
 
-// Those that can go are not enough, and nobody goes in vain.
+// The sessions that may go are not enough: none goes in vain; the caller waits for busy ones.
 static enum kvq__help wait_for_busy(const struct kvq__core *core, const struct choice *c)
 {
     const struct kvq__eviction_request *asked = c->asked;
@@ -532,7 +531,7 @@ static enum kvq__help wait_for_busy(const struct kvq__core *core, const struct c
     return later ? KVQ__HELP_LATER : KVQ__HELP_NONE;
 }
 
-// Has as many go as it takes, the best first.
+// Begins as many evictions as the need takes, the best victims first.
 static enum start start_some(struct kvq__core *core, const struct choice *c, struct under_way *u)
 {
     const struct kvq__eviction_request *asked = c->asked;
@@ -556,7 +555,7 @@ static enum kvq__help evict(struct kvq__core *core, struct choice *c, struct und
         look_soon(core, asked);
         return KVQ__HELP_LATER;
     }
-    if (!is_enough(c, c->busy)) // forks of each other: one alone frees nothing, but all do
+    if (!is_enough(c, c->busy)) // one of several forks frees nothing, but all of them do
         choose(core, asked, true, c);
     if (!is_enough(c, 0) && asked->shortage->later) {
         look_soon(core, asked);
@@ -568,7 +567,7 @@ static enum kvq__help evict(struct kvq__core *core, struct choice *c, struct und
     u->coming += given_up(core, asked);
     while (c->n > 0) {
         enum start start = start_some(core, c, u);
-        if (start == STARTED || start == FULL) // all are woken when one has ended
+        if (start == STARTED || start == FULL) // the end of any wakes all waiters
             return KVQ__HELP_NOW;
         if (start == NO_TICKET) {
             look_soon(core, asked);
@@ -602,18 +601,18 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
 {
     if (core->draining)
         return KVQ__HELP_NONE;
-    if (kvq__ended_helps(core, asked->shortage)) // before anybody has to go
+    if (kvq__ended_helps(core, asked->shortage)) // no session has to go
         return KVQ__HELP_NOW;
     struct under_way u = look_under_way(core, asked);
     if (u.n > 0 && (!u.takes || is_on_its_way(asked, &u)))
         return KVQ__HELP_NOW;
     enum kvq__help help = make_room_for(core, asked, &u);
-    return u.n > 0 ? KVQ__HELP_NOW : help; // it may do, whoever it was begun for
+    return u.n > 0 ? KVQ__HELP_NOW : help; // an eviction under way may do, whoever asked for it
 }
 
-// ---- What has become of it ----
+// ---- How evictions end ----
 
-// Those who wait look again: there is room in one place, and one more may go anywhere.
+// Has all waiters look again: one pool may have room, and in each another eviction may begin.
 static void wake_all(struct kvq__core *core)
 {
     struct kvq__namespace *ns;
@@ -639,10 +638,10 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
     e->ticket = 0;
     core->evict.n--;
     core->evict.ended++;
-    wake_all(core); // whatever came of it
+    wake_all(core); // also after a failure
 }
 
-// Whether it has ended: its memory is free, or it stays.
+// Whether the eviction has ended: the session's memory is free, or the session stays.
 static bool look_at_end(struct kvq__core *core, const struct kvq__evicting *e, int *status,
                         uint64_t *bytes)
 {
@@ -666,7 +665,7 @@ bool kvq__evict_poll(struct kvq__core *core)
     return core->evict.ended != before;
 }
 
-// ---- Before anybody needs the room ----
+// ---- Before a request needs the room ----
 
 static bool is_above(const struct kvq__core *core, const struct kvq__pool *pool)
 {
@@ -681,12 +680,12 @@ static void relieve(struct kvq__core *core, const struct choice *c)
         if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY, NULL))
             break;
     if (is_above(core, pool)) {
-        kvq__ended_give_way(core, c->asked->shortage); // what it leaves would have to go again
+        kvq__ended_give_way(core, c->asked->shortage); // their last pages would have to go again
         start_eviction(core, &c->victims[0], c->asked, KVQ__PARK_ROOM);
     }
 }
 
-// Where nobody needs the room disk is where what is idle goes.
+// Parks an idle session on disk, also from a GPU: no request needs the room.
 static void park_idle(struct kvq__core *core, const struct choice *c)
 {
     uint64_t least = core->config.park_idle_ns;
@@ -737,13 +736,13 @@ void kvq__evict_back(struct kvq__session *s)
 // ---- Above a limit that was lowered ----
 
 // Works towards a limit that was lowered: prefixes that no session has go first, some in each tick,
-// then sessions that nobody uses, one after the other.
+// then idle sessions, one after the other.
 static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool)
 {
     struct kvq__shortage shortage = {.pool = pool, .ns = ns, .code = KVQ_E_QUOTA};
     struct kvq__in_the_way way;
     uint64_t look_at = UINT64_MAX;
-    // Whatever there is goes; blocks that were given up are not waited for.
+    // A need of 0: any session may go. `since` is 0: given-up blocks do not count.
     const struct kvq__eviction_request asked = {
         .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
     for (uint32_t i = 0; i < RECLAIM_AT_ONCE && kvq__quota_excess(ns, kvq__pool_limit(pool)); i++)
@@ -753,7 +752,7 @@ static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, stru
         }
 }
 
-// The same of what is no block.
+// Likewise towards a lowered limit of bookkeeping memory, in which no blocks count.
 static void shrink_index(struct kvq__namespace *ns)
 {
     for (uint32_t i = 0; i < NODES_AT_ONCE && kvq__quota_excess(ns, KVQ__TABLE_BYTES) > 0; i++)
