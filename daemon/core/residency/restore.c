@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Restores; see saved.h. What was saved is foreign: a session is built as if a client had asked for
-// it, and where it stands is checked against what its counts allow.
+// it, and its layers and counts are checked against each other.
 #include <assert.h>
 #include <stdio.h>
 #include <string.h>
@@ -34,7 +34,7 @@ static int check_books(const struct kvq__session *s, const struct kvq__saved *sa
     return 0;
 }
 
-// What gives a layer the rotation that it had.
+// The V rotation to ask for so that a layer gets the one that it had.
 static uint8_t asked_of(uint8_t v_rotation)
 {
     return v_rotation == KVQ_V_ROT_ENGINE   ? KVQ__V_ENGINE
@@ -84,8 +84,8 @@ static int build(struct kvq__core *core, struct kvq__namespace *ns,
     return rc;
 }
 
-// What a view at any count that is still possible may ask for must be there, and nothing must be
-// there that the counts rule out.
+// A layer must have what a view at any count that is still possible may ask for, and nothing that
+// the counts rule out. NULL, or what is wrong.
 static const char *layer_fault(const struct kvq__session *s, const struct kvq__layer *l)
 {
     uint64_t first = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
@@ -101,13 +101,13 @@ static const char *layer_fault(const struct kvq__session *s, const struct kvq__l
                    : NULL;
     if (l->packed < first)
         return "unpacked tokens in pages that it does not have";
-    // Below the base of a fork all is due that its source had not packed yet; it stands there raw.
+    // Below a fork's base all units are due that its source had not packed yet; they stand there raw.
     if (l->base > s->floor || l->base % unit || l->packed % unit)
         return "a base that it cannot have";
     if (l->learn && l->packed && !l->learned)
         return "packed tokens of which it has not learned";
     uint64_t due = kvq__packed_at(s, l, s->floor + s->max_rollback); // before it was truncated
-    uint64_t final = s->floor / unit * unit; // a fork may have these from its source
+    uint64_t final = s->floor / unit * unit; // a fork may have these units from its source
     due = kvq__max(due, final);
     if (l->packed > kvq__max(due, first) || l->packed > s->tokens)
         return "more packed tokens than are due";
@@ -142,7 +142,7 @@ static int check_restored_counts(const struct kvq__session *s, char *text)
                      (unsigned long long)s->floor, s->max_rollback);
 }
 
-// How far its layers are, and how many pages it has.
+// Sets how far the session's layers are, and how many pages it has.
 static int set_layers(struct kvq__session *s, const struct kvq__saved *saved, char *text)
 {
     const char *why;
@@ -176,7 +176,7 @@ static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, ch
     return rc ? rc : set_layers(s, saved, text);
 }
 
-// ---- Less of it, if not all is good ----
+// ---- A cut session, if not all is good ----
 
 static void cut_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t at, uint64_t floor)
 {
@@ -191,7 +191,7 @@ static void cut_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t at,
         l->first_page = l->raw_page = 0;
 }
 
-// Makes it what a fork of it would be there.
+// Makes the session what a fork of it would be at a good count.
 static void cut_at_good(struct kvq__session *s, uint64_t good)
 {
     uint64_t at = kvq__fork_possible(s, good), floor = kvq__fork_floor(s, at);
@@ -203,9 +203,9 @@ static void cut_at_good(struct kvq__session *s, uint64_t good)
     s->n_pages = kvq__pages_of(at);
 }
 
-// ---- Its page table ----
+// ---- The page table ----
 
-// Its page table, empty as yet.
+// Makes the session's page table, without any block.
 static int make_table(struct kvq__session *s, char *text)
 {
     uint32_t pages = s->n_pages;
@@ -220,9 +220,9 @@ static int make_table(struct kvq__session *s, char *text)
 struct matching {
     struct kvq__restore *restore;
     const struct kvq__restore_spec *spec;
-    uint32_t at; // in the spec's parts
+    uint32_t at; // index in the spec's parts
     bool missing;
-    struct kvq__part wanted; // that is missing
+    struct kvq__part wanted; // the missing part
 };
 
 static int count_restored_part(void *context, const struct kvq__part_of *p)
@@ -232,7 +232,7 @@ static int count_restored_part(void *context, const struct kvq__part_of *p)
     return 0;
 }
 
-// Bytes of a part as it was saved. The page in which a session is cut had more tokens then.
+// Bytes of a part as it was saved: the page in which a session is cut had more tokens then.
 static uint64_t stored_bytes(const struct matching *m, const struct kvq__part *part)
 {
     const struct kvq__layer *l = &m->restore->session->layers[part->layer];
@@ -241,7 +241,7 @@ static uint64_t stored_bytes(const struct matching *m, const struct kvq__part *p
     return kvq_raw_bytes(&l->raw_layout, kvq__page_part(m->spec->saved->tokens, part->page));
 }
 
-// Both lists have one order, so one pass finds all.
+// Session and spec list parts in one order, so one pass matches all.
 static int match(void *context, const struct kvq__part_of *p)
 {
     struct matching *m = context;
@@ -295,14 +295,14 @@ static void take_blocks(struct kvq__restore *r)
     r->session->restore = r;
 }
 
-// Requests wait for its layers from here on.
+// From here on requests wait for the session's layers.
 static void hold_layers(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i)) {
             s->layers[i].loading = 1;
-            s->layers[i].packer = r; // nobody packs what is not there
+            s->layers[i].packer = r; // keeps layers that are not there from being packed
             s->n_loading++;
         }
     r->core->disk.n_loading++;
@@ -317,7 +317,7 @@ static void restore_free(struct kvq__restore *r)
     kvq__deallocate(r->core, r, sizeof *r);
 }
 
-// Makes it what one is that begins with these tokens.
+// Makes the session one that only begins with the spec's prefix.
 static int cut_to_prefix(struct kvq__session *s, const struct kvq__saved *saved,
                          const struct kvq__restore_spec *spec, char *text)
 {
@@ -332,7 +332,7 @@ static int cut_to_prefix(struct kvq__session *s, const struct kvq__saved *saved,
     return 0;
 }
 
-// The session's counts, cut if need be, and its table.
+// Sets the session's counts, cut if need be, and makes its page table.
 static int prepare_restored(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;
@@ -372,7 +372,7 @@ static int begin_restore(struct kvq__core *core, struct kvq__namespace *ns,
     return 0;
 }
 
-// Somebody may have made one of its name meanwhile.
+// A client may have made a session of that name meanwhile.
 static int check_name_is_free(const struct kvq__session *s, char *text)
 {
     const struct kvq__session_spec as = {.shards = s->shards, .n_layers = 1};
@@ -449,7 +449,7 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
     return begin_restore(core, ns, spec, restore, text);
 }
 
-// ---- Of a session that is parked ----
+// ---- Fetches: of parked sessions ----
 
 static struct kvq__session *find_away(struct kvq__core *core, uint64_t id)
 {
@@ -511,13 +511,13 @@ int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq_
     return 0;
 }
 
-// What cannot be read now cannot be read later either.
+// Whether a fetch that failed with the status fails at any later try, too.
 static bool is_lost(int status)
 {
     return status == KVQ_E_DAMAGED || status == KVQ_E_NO_SESSION || status == KVQ_E_VERSION;
 }
 
-// What is stored stays, for whoever opens it again.
+// Gives the session up. What is stored of it stays for whoever opens it again.
 static void lose(struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->shards; i++) {
@@ -554,8 +554,8 @@ bool kvq__restore_wanted(const struct kvq__restore *r, uint32_t i, struct kvq__w
     return true;
 }
 
-// On a GPU, where the first of them go in the staging memory, which is as large for all batches:
-// to make it larger would wait for the whole GPU.
+// On a GPU, places the first of the parts in staging memory; returns how many. The memory has one
+// size for all batches, since making it larger would wait for the whole GPU.
 static uint32_t place_in_staging(struct kvq__restore *r, const uint32_t *which, uint32_t n)
 {
     enum { BATCH = 8 << 20, LINE = 64 };
@@ -584,8 +584,8 @@ uint32_t kvq__restore_rooms(struct kvq__restore *r, const uint32_t *which, uint3
     return count;
 }
 
-// Extras hold numbers of tokens, which kernels believe: none may be of tokens behind those that are
-// packed, or that the format has learned from.
+// Checks extras, whose token numbers kernels believe: none may be of a token behind those that are
+// packed or that the format has learned from.
 static int check_extras(const struct kvq__restore *r, const struct kvq__arriving *a,
                         uint8_t *extras)
 {
@@ -655,7 +655,7 @@ void kvq__restore_drop(struct kvq__session *s)
             let_layer_go(r, i);
 }
 
-// It is away again, as before.
+// Offloads the session again, as it was before the fetch.
 static void turn_back(struct kvq__restore *r, struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -672,7 +672,7 @@ static bool is_looked_at(const struct kvq__session *s)
     return s->refs > 1 || kvq__session_uses(s, KVQ__USE_STREAM);
 }
 
-// False while that is so.
+// Ends the turning back of a session. False while work under way still looks at its layers.
 static bool end_turning_back(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
@@ -702,10 +702,10 @@ bool kvq__restores_poll(struct kvq__core *core)
     return any;
 }
 
-// A fetch has failed for a reason that may be gone when somebody asks again, and what is stored is
-// as good as before: nothing can have been committed since. So nothing is lost but an open step.
-// The fetch is over for all who count or await fetches: how long requests go on reading what had
-// come is up to a client's stream.
+// A fetch has failed for a reason that may be gone at the next try, and what is stored is as good
+// as before: nothing can have been committed since. So only an open step is lost. For all who count
+// or await fetches the fetch is over, since requests may read layers that had come for as long as a
+// client's stream likes.
 static void begin_turning_back(struct kvq__restore *r, int status)
 {
     struct kvq__session *s = r->session;
@@ -721,7 +721,7 @@ static void begin_turning_back(struct kvq__restore *r, int status)
     end_turning_back(r);
 }
 
-// A fetch that has not come to its end, of which no layer has come or what is stored is no good.
+// The end of a fetch of which no layer has come, or whose stored session is no good.
 static void fetch_failed(struct kvq__restore *r, struct kvq__session *s, int status)
 {
     assert(kvq__is_offloaded(s) || is_lost(status));
@@ -740,13 +740,13 @@ static void end_whole(struct kvq__restore *r, struct kvq__session *s)
 {
     s->restore = NULL;
     kvq__residency_set(s, KVQ__RESIDENT);
-    s->foreign = false; // all its blocks are its own
+    s->foreign = false; // the session owns all its blocks
     kvq__pages_release(s);
     kvq__pack_queue(s);
     kvq__exact_note(s);
     if (r->fetches)
         kvq__fetch_ended(s, 0, r->bytes, "");
-    else if (s->park) // it was asked to be parked meanwhile
+    else if (s->park) // parking was asked for meanwhile
         kvq__park_want(s->core);
 }
 
@@ -763,7 +763,7 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         return;
     }
     LIST_REMOVE(r, link);
-    if (!r->entered && !r->fetches) { // nobody has seen it
+    if (!r->entered && !r->fetches) { // no client has seen the session
         kvq__session_free(s);
         restore_free(r);
         return;
@@ -777,11 +777,11 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         end_whole(r, s);
     else if (!s->dropped && r->fetches)
         fetch_failed(r, s, status);
-    else if (!s->dropped) // nothing was committed since, so that nothing is lost with it
+    else if (!s->dropped) // nothing was committed since, so nothing is lost
         kvq__session_give_up(s, status);
     if (!s->dropped)
         s->restore = NULL;
-    if (!s->dropped && whole && r->spec.prefix_tokens) // the index has got its pages just now
+    if (!s->dropped && whole && r->spec.prefix_tokens) // the index has its pages by now
         kvq__session_end(s, "its pages are in the index of prefixes");
     restore_free(r);
     if (!s->dropped && whole)

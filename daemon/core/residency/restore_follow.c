@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions that begin with a prefix while it is read; see saved_internal.h.
+// Sessions that begin with a prefix while a restore reads it; see saved_internal.h.
 #include <assert.h>
 #include <stdio.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/state.h"
 
-enum { PIECE_PAGES = 32 }; // that the index is given between two turns of the poller
+enum { PIECE_PAGES = 32 }; // pages that the index is given in one turn of the poller
 
 // ---- Giving the pages to the index ----
 
@@ -89,7 +89,7 @@ void kvq__follow_layer(struct kvq__restore *r, uint32_t layer)
     LIST_FOREACH (f, &r->followers, of_restore) {
         struct kvq__session *s = f->session;
         if (kvq__layer_came(s, layer) && s->park)
-            kvq__park_want(s->core); // it was asked to be parked meanwhile
+            kvq__park_want(s->core); // parking was asked for meanwhile
     }
 }
 

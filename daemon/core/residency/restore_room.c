@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The memory of sessions that are restored or fetched: it is taken bit by bit, and where there is
-// none others make room (evict.h).
+// The memory of sessions that are restored or fetched is taken bit by bit. If there is none, other
+// sessions make room (evict.h).
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/saved_internal.h"
 
 // ---- Blocks ----
 
-// What a turn may take: until the session's namespace has had another extent, and so much work.
+// What a turn may take: one more extent for the session's namespace, and so much work.
 struct room_turn {
     uint64_t extents;
-    uint64_t work; // pages that it visits, and KiB whose pages the poller takes from the system
+    uint64_t work; // page visits, and KiB that the poller takes from the system
 };
 
-// The pages of a block into which nothing is read: no thread takes them later.
+// Takes the memory pages of a block into which nothing is read: no thread takes them later.
 static int take_pages(struct kvq__restore *r, struct kvq__ref *ref, struct room_turn *turn)
 {
     if (!ref->block->extent->bare)
@@ -25,8 +25,8 @@ static int take_pages(struct kvq__restore *r, struct kvq__ref *ref, struct room_
     return rc;
 }
 
-// Unless it has it since before it waited for room. arrives: something is read into it, before
-// anybody else writes to it.
+// Takes a block, unless an earlier try has taken it. arrives: something is read into the block
+// before anybody else writes to it.
 static int reserve_block(struct kvq__restore *r, uint64_t bytes, bool arrives, struct kvq__ref *ref,
                          struct room_turn *turn)
 {
@@ -51,8 +51,8 @@ static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t p
                            &p->packed, turn);
     if (rc || page < l->raw_page)
         return rc;
-    // A step may append to the session before all of the block has come, and must not have to
-    // replace the block then.
+    // All of the block: a step may append to the session before all layers have come, and must not
+    // have to replace the block then.
     return reserve_block(r, l->raw_bytes, true, &p->raw, turn);
 }
 
@@ -67,7 +67,7 @@ static uint64_t extents_of(const struct kvq__session *s)
     return a->extents_taken[0] + a->extents_taken[1];
 }
 
-// Goes on with a layer as long as the turn lasts: KVQ__MORE then.
+// Goes on with a layer. KVQ__MORE: the turn may take no more.
 static int reserve_layer(struct kvq__restore *r, struct kvq__layer *l, struct room_turn *turn)
 {
     const struct kvq__session *s = r->session;
@@ -121,8 +121,8 @@ static uint64_t need_of_restored(const struct kvq__session *s)
     return bytes;
 }
 
-// It still has the blocks that it got, and gives them back now: what is refused is all of it.
-// in_the_way: NULL if nobody was asked to make room.
+// The session's blocks so far are given back here: what is refused is all its memory. in_the_way:
+// NULL if no session was asked to make room.
 static int refuse_restore_room(struct kvq__session *s, int rc,
                                const struct kvq__in_the_way *in_the_way, char *text)
 {
@@ -148,13 +148,13 @@ static bool is_beside(const struct kvq__restore *r, const struct kvq__restore *o
     return other != r && !other->entered && other->session->pool == r->session->pool;
 }
 
-// Whether all that it waits for is a limit of its own namespace.
+// Whether the restore waits only for its own namespace's limit.
 static bool waits_at_limit(const struct kvq__restore *r)
 {
     return r->grant.refused.code == KVQ_E_QUOTA;
 }
 
-// Whether another one has waited for room there for longer: for room that both may have.
+// Whether another restore has waited for longer for room there that both may have.
 static bool comes_later(const struct kvq__restore *r)
 {
     const struct kvq__restore *other;
@@ -165,7 +165,7 @@ static bool comes_later(const struct kvq__restore *r)
     return false;
 }
 
-// Whether others there, which came later and so are about to give it back, have some.
+// Whether other restores hold memory there: they came later, and so are about to give it back.
 static bool others_hold(const struct kvq__restore *r)
 {
     const struct kvq__restore *other;
@@ -183,12 +183,12 @@ static void take_restore_ticket(struct kvq__restore *r)
     r->since = r->core->now;
 }
 
-// Two that hold what the other one waits for would wait for ever. Nobody who waits is woken: these
+// Restores that each hold what the other waits for would wait for ever. No waiter is woken: the
 // blocks are about to be taken again.
 static void give_blocks_back(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
-    if (r->reserved == 0 && r->layer == 0 && r->page == 0) // as after the last look
+    if (r->reserved == 0 && r->layer == 0 && r->page == 0) // nothing to give back
         return;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
@@ -202,7 +202,7 @@ static void give_blocks_back(struct kvq__restore *r)
     r->reserved = 0;
 }
 
-// It was refused a block. True if it is to wait for room.
+// The restore was refused a block. True if it is to wait for room.
 static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
 {
     struct kvq__core *core = r->core;
@@ -243,7 +243,7 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
     struct kvq__in_the_way way = {0};
     r->grant = (struct kvq__grant){.may_wait = true};
     int rc = reserve_some(r);
-    if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
+    if (rc == KVQ_E_BUSY) { // extents are being made
         kvq__pool_want(r->session->ns, r->session->pool,
                        need_of_restored(r->session) - r->reserved);
         return KVQ__LATER;
