@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See park.h.
+// Parking sessions, and bringing them back. See park.h.
 #include "daemon/core/residency/park.h"
 
 #include <assert.h>
@@ -19,13 +19,13 @@
 
 enum { RELEASE_AT_ONCE = 512 }; // references between two looks at the rings
 
-#define LEAVE_NS      10000000000ull // how long what only packs it may take
-#define AGAIN_NS      50000000ull    // a request that waits for room has it fetched so often
-#define TURN_NS       2000000000ull  // how long one waits for a session that turns back
+#define LEAVE_NS      10000000000ull // how long saves and packing may delay a session's leaving
+#define AGAIN_NS      50000000ull    // a request that waits for room asks for a fetch so often
+#define TURN_NS       2000000000ull  // how long a request waits for a session that turns back
 #define NS_PER_MS     1000000ull
 #define NS_PER_SECOND 1000000000ull
 
-// The name that people know it by.
+// The name by which people know the session.
 static const char *shown_name(const struct kvq__session *s, char *text)
 {
     kvq__stored_name(s, text);
@@ -79,7 +79,8 @@ static int refuse_turning_back(const struct kvq__session *s, char *text)
                      shown_name(s, who));
 }
 
-// `own`: a ticket that does not count. `soon`: one that is being read may be, when it is there.
+// `own`: a ticket that is not in the way. `soon`: a session that is being read from disk may be
+// parked when it is there.
 static int check_member(const struct kvq__session *s, const struct kvq__park *own, bool soon,
                         char *text)
 {
@@ -109,7 +110,7 @@ static int check_members(const struct kvq__session *s, const struct kvq__park *o
     for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         if (m && !(kvq__is_offloaded(m) && !m->park && !kvq__is_fetching(m) &&
-                   m != s)) // one that is away needs nothing
+                   m != s)) // a shard that is away needs nothing
             rc = check_member(m, own, soon, text);
     }
     return rc;
@@ -258,7 +259,7 @@ static void finish_park(struct kvq__park *t, int status)
         tell_not_parked(t);
     else if (t->ticket.kind == KVQ__TICKET_PARK)
         tell_parked(t);
-    if (t->ticket.core->disk.n_wanted) // somebody may have asked for it meanwhile
+    if (t->ticket.core->disk.n_wanted) // a fetch may have been asked for meanwhile
         kvq__park_want(t->ticket.core);
 }
 
@@ -306,7 +307,7 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
     for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t))
         if (t->ticket.id == ticket && t->ticket.phase == KVQ__WRITING)
             break;
-    if (!t) // it was dropped meanwhile
+    if (!t) // the session was dropped meanwhile
         return;
     if (status < 0) {
         snprintf(t->ticket.text, sizeof t->ticket.text, "%s", text);
@@ -318,7 +319,7 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
 
 // ---- Leaving ----
 
-// 1 if all can go, 0 if something has to end first, or why they stay.
+// 1 if all members can go, 0 if something has to end first, or why they stay.
 static int check_leaving(struct kvq__park *t)
 {
     bool quiet = true;
@@ -339,7 +340,7 @@ static int check_leaving(struct kvq__park *t)
     return quiet;
 }
 
-// How far the layers are is for the store to say: packing has gone on since it was written.
+// Forgets how far the layers are: the store knows, and packing has gone on since the save.
 static void forget_layers(struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -403,7 +404,7 @@ static void count_parked(const struct kvq__park *t)
     *freed[t->reason] += t->ticket.moved_bytes;
 }
 
-// `done` counts references that were given back in this turn.
+// Gives the members' blocks back; `done` counts the references of this turn.
 static void release_parked(struct kvq__park *t, uint32_t *done)
 {
     for (uint32_t i = 0; i < t->n; i++) {
@@ -454,7 +455,7 @@ static void ask_one(struct kvq__session *s)
         kvq__residency_set(s, KVQ__FETCH_WANTED);
 }
 
-// All shards: nobody uses one alone.
+// Asks for all shards: no request uses one alone.
 void kvq__fetch_ask(struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->shards; i++)
@@ -472,7 +473,7 @@ static bool is_room(int status)
 bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__entry *w = &q->work[i];
-    bool turns = kvq__is_turning_back(s); // then it is fetched anew
+    bool turns = kvq__is_turning_back(s); // it is fetched anew after that
     if (!kvq__is_offloaded(s) && !turns)
         return false;
     if (!w->fetch_asked)
@@ -512,7 +513,7 @@ static void tell_fetched(struct kvq__session *s, int status, uint64_t bytes, con
     kvq__event(core, KVQ__EVENT_SESSION_FETCHED, s->ns->name, shown_name(s, who), 0, text);
 }
 
-// It was asked to be parked while it came back.
+// Parking was asked for while the session came back.
 static void go_on_parking(struct kvq__park *t, int status, const char *text)
 {
     if (status < 0) {
@@ -524,7 +525,7 @@ static void go_on_parking(struct kvq__park *t, int status, const char *text)
     }
 }
 
-// One member of a ticket for bringing a session back is there, or is not.
+// A member of a ticket for bringing a session back has come, or has failed to.
 static void count_down(struct kvq__session *s, int status, const char *text)
 {
     struct kvq__park *t = s->park;
@@ -599,7 +600,8 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
 
 // ---- The end of a session ----
 
-// The session ends, and gives back what it has by itself. Whether others are left.
+// The session ends, and gives back its memory by itself. True if other members of the ticket are
+// left.
 static bool part_with(struct kvq__park *t, struct kvq__session *s)
 {
     bool others = false;
@@ -618,7 +620,7 @@ static void ticket_lost(struct kvq__session *s)
     if (!t)
         return;
     if (t->ticket.phase == KVQ__RELEASING && part_with(t, s))
-        return; // the others are away all the same, and go on giving their memory back
+        return; // the other members are away, and go on giving memory back
     kvq__fail(t->ticket.text, KVQ_E_CANCELLED, "session \"%s\" was dropped meanwhile",
               t->ticket.name);
     finish_park(t, KVQ_E_CANCELLED);

@@ -11,15 +11,15 @@
 #include "daemon/core/residency/saved.h"
 #include "daemon/core/session/group.h"
 
-#define FORGOT_NS 60000000000ull // a copy that was deleted counts as gone for so long
-#define AGAIN_NS  10000000000ull // one that was not is tried again so much later
+#define FORGOT_NS 60000000000ull // a deleted copy counts as gone for so long
+#define AGAIN_NS  10000000000ull // a copy that was not deleted is tried again so much later
 
 // Copies that are being deleted at a time. Each deletion is a task of the store's, with a stack,
 // and a client with a hundred thousand parked sessions may end.
 enum { FORGETS_OUT = 4 };
 
-// Sessions that are being fetched at a time, and those of one namespace: each fetch is such a task,
-// too, which looks for room every few milliseconds, and the store reads three at a time.
+// Sessions that are being fetched at a time, and those of one namespace. A fetch is a task of the
+// store's as well, which looks for room every few milliseconds; the store reads three at a time.
 enum { FETCHES_OUT = 32, FETCHES_OF_ONE = 16 };
 
 void kvq__park_want(struct kvq__core *core)
@@ -93,7 +93,7 @@ void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, c
     if (core->closing || stamp == 0 || forget_of(core, ns->name, name, stamp))
         return;
     struct kvq__forget *f = kvq__allocate(core, sizeof *f);
-    if (!f) // the next start sees to those without names
+    if (!f) // the next start deletes copies of unnamed sessions
         return;
     *f = forget_key(ns->name, name, stamp);
     RB_INSERT(kvq__forget_tree, &core->disk.forgets.tree, f);
@@ -108,7 +108,7 @@ bool kvq__park_forgot(struct kvq__core *core, const struct kvq__store_job *order
     assert(order->kind == KVQ__JOB_FORGET);
     struct kvq__forget *f = forget_of(core, order->ns, order->name, order->stamp);
     if (!f || (f->phase != KVQ__FORGET_TAKEN && f->phase != KVQ__FORGET_IN_LINE))
-        return false; // nobody wanted it any more
+        return false; // the order was called off
     static const enum kvq__forget_phase then[] = {[KVQ__FORGET_GONE] = KVQ__FORGET_DONE,
                                                   [KVQ__FORGET_FAILED] = KVQ__FORGET_LATER,
                                                   [KVQ__FORGET_IN_USE] = KVQ__FORGET_IN_LINE};
@@ -149,8 +149,8 @@ void kvq__park_keep(struct kvq__core *core, const char *ns, const char *name)
         kvq__park_want(core);
 }
 
-// The first of those in a phase whose time has come: it is the same time for all of a phase, so
-// they stand in its order. NULL = none.
+// The first copy in a phase whose time has come; NULL: none. Copies wait in a phase for the same
+// time, so they stand in its order.
 static struct kvq__forget *first_due(const struct kvq__core *core, enum kvq__forget_phase phase)
 {
     struct kvq__forget *f = TAILQ_FIRST(&core->disk.forgets.in[phase]);
@@ -241,7 +241,7 @@ static bool next_save(struct kvq__core *core, struct kvq__store_job *job)
     return false;
 }
 
-// The first that can be read back; the blocks of others are still going.
+// The first session that can be read back: the blocks of a session being parked are still going.
 static struct kvq__session *first_fetch(const struct kvq__namespace *ns)
 {
     struct kvq__session *s;
@@ -251,7 +251,8 @@ static struct kvq__session *first_fetch(const struct kvq__namespace *ns)
     return NULL;
 }
 
-// Whether one goes before another: of the namespace that has fewer under way, or asked for earlier.
+// Whether `a` is read before `b`: its namespace has fewer fetches under way, or as many and the
+// fetch was asked for earlier.
 static bool is_before(const struct kvq__session *a, const struct kvq__session *b)
 {
     return a->ns->n_reading != b->ns->n_reading ? a->ns->n_reading < b->ns->n_reading
@@ -326,7 +327,7 @@ int kvq__session_pin_named(struct kvq__core *core, const struct kvq__peer *peer,
     return rc;
 }
 
-// What is asked through a handle is for those who may write.
+// The session of a handle that may write, as parking and pinning need.
 static int get_writer(struct kvq__client *client, uint64_t value, const char *what,
                       struct kvq__session **s, char *text)
 {

@@ -101,7 +101,7 @@ static const char *layer_fault(const struct kvq__session *s, const struct kvq__l
                    : NULL;
     if (l->packed < first)
         return "unpacked tokens in pages that it does not have";
-    // Below a fork's base all units are due that its source had not packed yet; they stand there raw.
+    // Below a fork's base all units are due that its source had not packed; they stand there raw.
     if (l->base > s->floor || l->base % unit || l->packed % unit)
         return "a base that it cannot have";
     if (l->learn && l->packed && !l->learned)
