@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Saves; see saved.h. What holds a session while its changing blocks are copied is what holds it
-// for readers, and that all its layers seem to be packed by somebody: so nothing is packed,
-// truncated or moved, and requests that need that wait.
+// Saves; see saved.h. While its changing blocks are copied, a session is held as for readers, and
+// all its layers count as being packed. So nothing is packed, truncated or moved, and requests that
+// need that wait.
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,7 +42,7 @@ struct walking {
     void *context;
 };
 
-// Of the first packed block its codes alone: the sinks behind these are the layer's extras.
+// Of a layer's first packed block only the codes: the sinks behind these are its extras.
 static int tell_page(struct walking *w, uint32_t page, enum kvq__part_kind kind)
 {
     const struct kvq__session *s = w->session;
@@ -123,7 +123,7 @@ static struct kvq__saved_layer saved_layer(const struct kvq__session *s, uint32_
 static int describe_session(const struct kvq__session *s, struct kvq__saved *out)
 {
     *out = (struct kvq__saved){
-        .shard = s->group ? s->shard : 0, // without a name each is by itself
+        .shard = s->group ? s->shard : 0, // without a name each shard is by itself
         .shards = s->group ? s->shards : 1,
         .dtype = s->dtype,
         .path = s->path,
@@ -187,7 +187,7 @@ static void copy_saved_spans(struct kvq__save_shard *shard, const struct kvq__id
     }
 }
 
-// Copied here and now: a step that begins may move them elsewhere in memory. They are few bytes
+// Copies ids and spans here and now: a step that begins may move them in memory. They are few bytes
 // beside the list of parts.
 static int take_saved_ids(struct kvq__save_shard *shard, struct kvq__session *s)
 {
@@ -243,7 +243,7 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
 static void hold_saved(struct kvq__save *save, struct kvq__save_shard *shard)
 {
     struct kvq__session *s = shard->session;
-    s->refs++; // not a use that would end its idle time
+    s->refs++; // saving is not a use that ends its idle time
     shard->reading = kvq__reading_begin(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
@@ -260,7 +260,7 @@ static void let_saved_go(const struct kvq__save *save, const struct kvq__save_sh
     kvq__hold_end(s, shard->reading, false);
 }
 
-// Something under way changes what is committed, or the form that it is in.
+// Whether something under way changes what is committed, or its form.
 static bool is_busy(const struct kvq__session *s)
 {
     bool busy = s->exclusive || s->n_loading || s->in_step.committing || kvq__move_asks(s);
@@ -272,9 +272,9 @@ static bool is_busy(const struct kvq__session *s)
 
 // ---- Beginning ----
 
-// Units are being packed behind a shard's last step. When all shards have ended that, what is
-// packed of one is packed of all, so that their KV heads can be dealt out anew. (On a GPU nothing
-// is queued of what has no writer, for nobody packs it.)
+// Whether units are being packed behind a shard's last step. Once all shards have ended that, all
+// have the same units packed, so that their KV heads can be dealt out anew. (On a GPU no unit is
+// queued of a session without a writer, since nobody packs it.)
 static bool is_packing_session(const struct kvq__session *s)
 {
     bool due = false;
@@ -303,7 +303,7 @@ static int check_saved_counts(const struct kvq__session *s, char *text)
                      (unsigned long long)other->tokens);
 }
 
-// 1 if shards have something to end first.
+// 1 if something has to end first in a shard.
 static int check_shards(const struct kvq__session *s, char *text)
 {
     uint32_t missing;
@@ -333,7 +333,8 @@ static bool any_away(const struct kvq__session *s)
     return any;
 }
 
-// All of it is stored. 1 if some is not, and the rest has to come back first.
+// The answer if no save begins: 0 if all of the session is stored; 1 if some is not, and shards
+// that are away have to come back first.
 static int unchanged(struct kvq__session *s, const struct kvq__save_spec *spec)
 {
     if (kvq__group_is_unsaved(s)) {
@@ -438,7 +439,7 @@ const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t 
 
 // ---- Copying, on any thread ----
 
-// A part's bytes where this process sees them. NULL if they could not be fetched.
+// A part's bytes where this process sees them; NULL if they could not be fetched.
 static const uint8_t *see(struct kvq__save_shard *shard, uint32_t i)
 {
     const struct kvq__kept *held = &shard->held[i];
@@ -459,7 +460,7 @@ static void copy_extras(const struct kvq__layer *l, const uint8_t *from, uint8_t
         memcpy(to, from, l->extras_bytes);
 }
 
-// Only what is committed, and packed: what stands behind it may be written just now.
+// Copies only what is committed, and packed: what stands behind it may be written just now.
 static int copy_part(struct kvq__save_shard *shard, uint32_t i)
 {
     const struct kvq__part *part = &shard->parts[i];
@@ -520,17 +521,17 @@ void kvq__save_copied(struct kvq__save *save)
             if (!shard->held[j].final)
                 kvq__block_let_go(save->core, &shard->held[j].ref);
         let_saved_go(save, shard);
-        shard->session = NULL; // it may end
+        shard->session = NULL; // the session may end
     }
 }
 
-// The session that it was, if it is still there.
+// The shard's session, if it is still there.
 static struct kvq__session *still_there(const struct kvq__save *save, uint32_t shard)
 {
     return kvq__session_by_id(save->core, save->ids[shard]);
 }
 
-// Ids below the floor stay as they are.
+// Notes what full parts of ids below the floor, which stay as they are, are stored as.
 static void note_ids(const struct kvq__save_shard *shard, struct kvq__session *s)
 {
     for (uint32_t i = 0; i < shard->n_ids; i++) {
@@ -541,7 +542,7 @@ static void note_ids(const struct kvq__save_shard *shard, struct kvq__session *s
     }
 }
 
-// What it is stored as counts from here on.
+// From here on the stored copy counts as the session's.
 static void note_saved(struct kvq__save *save, uint32_t shard)
 {
     struct kvq__session *s = still_there(save, shard);
@@ -552,8 +553,8 @@ static void note_saved(struct kvq__save *save, uint32_t shard)
         s->saving.stamp = save->stamp;
         s->saving.stored = true;
         s->saving.kept |= !save->parks;
-        kvq__due_set(s);                     // that may be all that it was kept for
-    } else if (save->parks && !save->kept) { // it has ended meanwhile, and nobody wants that
+        kvq__due_set(s);                     // the session may be kept for nothing but the save
+    } else if (save->parks && !save->kept) { // the session has ended, and nobody wants its copy
         kvq__park_forget(save->core, save->ns, save->shards[shard].saved.name, save->stamp);
     }
 }

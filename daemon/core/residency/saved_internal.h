@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What save.c and restore.c share, and the tests that count references.
+// What save.c and restore.c share with each other and with the tests that count references.
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_SAVED_INTERNAL_H
 #define KVQ_DAEMON_CORE_RESIDENCY_SAVED_INTERNAL_H
 
@@ -10,30 +10,30 @@
 
 // ---- Ways to and from a GPU (staging.c) ----
 
-// A stream and pinned memory that one thread at a time uses. It is kept for the next one, since
+// A stream and pinned memory, for one thread at a time. It is kept for the next thread, since
 // freeing such memory waits for the whole GPU.
 struct kvq__staging;
 
-// Poller's thread. NULL without memory. For sessions on the host it is plain memory.
+// Poller's thread. NULL if memory is short. For sessions on the host it is plain memory.
 struct kvq__staging *kvq__staging_take(struct kvq__core *core, struct kvq__gpu *gpu);
 void kvq__staging_give(struct kvq__core *core, struct kvq__staging **staging);
-// Any thread. At least `bytes` of its memory; NULL if there is none.
+// Any thread. At least `bytes` of the staging memory; NULL if memory is short.
 void *kvq__staging_memory(struct kvq__staging *staging, size_t bytes);
-// Copies to and from its memory (`at` bytes into it), and waits for that. 0 or KVQ_E_SYSTEM.
+// Copy to and from the staging memory (`at` bytes into it), and wait for that. 0 or KVQ_E_SYSTEM.
 int kvq__staging_fetch(struct kvq__staging *staging, const uint8_t *from, size_t bytes);
 int kvq__staging_bring(struct kvq__staging *staging, uint8_t *to, size_t at, size_t bytes);
 
 // ---- Parts (save.c) ----
 
-// The parts that a session at its committed count has: in the order of layers, of each its pages',
-// packed before raw, and then its extras. Calls each() for every one; stops when it returns < 0.
+// The parts of a session at its committed count, layer by layer: of a layer first its pages, packed
+// before raw, then its extras. Calls each() for every part; stops when it returns < 0.
 struct kvq__part_of {
     struct kvq__part part; // id is 0
-    struct kvq__ref ref;   // the session's, of a page or of what stands in one
-    uint32_t tokens;       // that it holds, of a page's
-    bool final;            // it cannot change any more
+    struct kvq__ref ref;   // the session's, of a page or of what a page holds
+    uint32_t tokens;       // tokens in the part, of a page's parts
+    bool final;            // the part cannot change any more
 };
-// Where the block has the store's id of such a part, if that is final.
+// Where a block keeps the store's id of a final part.
 static inline uint64_t *kvq__saved_id(struct kvq__block *block, uint32_t kind)
 {
     return kind == KVQ__PART_EXTRAS ? &block->saved_sinks : &block->saved;
@@ -45,21 +45,21 @@ int kvq__parts_walk(struct kvq__session *s,
 
 // One part's memory.
 struct kvq__kept {
-    struct kvq__ref ref; // of a final one, or of any before it is copied
-    uint8_t *copy;       // of one that may change
+    struct kvq__ref ref; // of a final part, or of any before it is copied
+    uint8_t *copy;       // of a part that may change
     uint32_t tokens;
     bool final;
 };
 struct kvq__save_shard {
-    struct kvq__session *session; // held, until it is copied; then only if it is still there
+    struct kvq__session *session; // held until it is copied; after that it may end
     uint8_t reading;              // of kvq__reading_begin
     struct kvq__saved saved;
-    struct kvq__part *parts; // those of blocks, then those of ids
+    struct kvq__part *parts; // the blocks' parts, then the ids' parts
     struct kvq__kept *held;  // of blocks
-    uint32_t n, room, n_ids; // blocks, and parts of ids
-    int32_t *ids;            // saved.known of them
+    uint32_t n, room, n_ids; // n: parts of blocks; n_ids: parts of ids
+    int32_t *ids;            // saved.known ids
     struct kvq__saved_span *spans;
-    bool shares; // others can begin with its tokens, which are then known by:
+    bool shares; // others can begin with its tokens, known by:
     uint8_t root[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
     struct kvq__staging *staging; // NULL on the host
 };
@@ -68,7 +68,7 @@ struct kvq__save {
     struct kvq__core *core;
     struct kvq__namespace *ns;
     bool holding;
-    bool parks, kept; // as of its spec; as of the session when it began
+    bool parks, kept; // parks: as its spec says; kept: as the session's was
     uint64_t stamp;
     uint32_t n_shards;
     uint64_t ids[KVQ_MAX_SHARDS]; // of the sessions
@@ -76,7 +76,7 @@ struct kvq__save {
     struct kvq__save_shard shards[KVQ_MAX_SHARDS];
 };
 
-// Saves that hold blocks of the session while they are written.
+// Counts saves that hold blocks of the session while they are written.
 uint32_t kvq__session_saves(const struct kvq__session *session);
 
 // ---- Restores ----
@@ -87,7 +87,7 @@ struct kvq__arriving {
     uint64_t at; // in the staging memory
     uint32_t part, layer, kind;
     bool final;
-    bool bare; // its pages may not have been taken yet
+    bool bare; // the block's memory pages may not be taken yet
 };
 struct kvq__restore {
     LIST_ENTRY(kvq__restore) link;
@@ -95,23 +95,23 @@ struct kvq__restore {
     struct kvq__session *session; // pinned
     struct kvq__arriving *arriving;
     uint32_t n, room;
-    uint32_t at;                  // the first of the layers that are yet to come
+    uint32_t at;                  // the first part of the layers that are yet to come
     uint32_t lost;                // a word: the session was dropped
     bool cut;                     // it has less tokens than were saved
     bool entered;                 // the session is there for others
     bool fetches;                 // a session that is parked
     bool turns_back;              // a fetch that has failed: its session is to be offloaded again
-    char why[KVQ_TEXT_BYTES / 2]; // its memory could not be had
+    char why[KVQ_TEXT_BYTES / 2]; // why its memory could not be had
     uint64_t bytes;
     struct kvq__restore_spec spec;
     uint32_t layer, page;       // of the block that is reserved next
     uint64_t reserved;          // bytes
     struct kvq__grant grant;    // of the last try to take some
-    uint64_t ticket;            // among those that wait for room; 0 = it has found some so far
-    uint64_t since;             // when it began to
-    uint64_t looked, evictions; // when it last looked who may go, and evictions_ended then
+    uint64_t ticket;            // among those that wait for room; 0 = it found room so far
+    uint64_t since;             // when it began to wait
+    uint64_t looked, evictions; // when it last looked for sessions to evict; evictions ended then
     struct kvq__staging *staging;
-    // Of a prefix: pages that the index was given, the hash of the last of them, those of them that
+    // Of a prefix: pages that the index was given, the hash of the last, the nodes among them that
     // are this session's, and sessions that began with some.
     uint32_t offered;
     uint8_t chain[KVQ__HASH_BYTES];
@@ -119,11 +119,11 @@ struct kvq__restore {
     LIST_HEAD(, kvq__follower) followers;
 };
 
-// Takes some of its blocks: enum kvq__advance as kvq__restore_reserve, or KVQ_E_NO_MEMORY,
-// KVQ_E_QUOTA or KVQ_E_SYSTEM: then it has none.
+// Takes some of the session's blocks: enum kvq__advance as kvq__restore_reserve, or
+// KVQ_E_NO_MEMORY, KVQ_E_QUOTA or KVQ_E_SYSTEM, after which the session has no block.
 int kvq__restore_take(struct kvq__restore *restore, char *text);
-// As kvq__restore_rooms, on the host: takes the pages of the blocks that these go to. For how many
-// there were some.
+// As kvq__restore_rooms, on the host: takes the memory pages of the parts' blocks. Returns for how
+// many parts there were some.
 uint32_t kvq__restore_back(const struct kvq__restore *restore, const uint32_t *which, uint32_t n);
 
 // ---- Sessions that begin with a prefix while it is read (restore_follow.c) ----
@@ -139,16 +139,16 @@ struct kvq__follower {
     struct kvq__session *session;
 };
 
-// Gives the index some of the pages. KVQ__MORE, or KVQ__COMPLETE: it has been given all, or as many
-// as there was memory for.
+// Gives the index some of the pages. KVQ__MORE, or KVQ__COMPLETE: the index has all of them, or as
+// many as it had memory for.
 int kvq__restore_offer(struct kvq__restore *restore);
 // A layer has come.
 void kvq__follow_layer(struct kvq__restore *restore, uint32_t layer);
-// All layers have come; or there are none to come any more: the index forgets the pages, and those
-// that began with them answer with that status.
+// follow_done: all layers have come. follow_failed: no layer comes any more, so the index forgets
+// the pages, and sessions that began with them answer with that status.
 void kvq__follow_done(struct kvq__restore *restore);
 void kvq__follow_failed(struct kvq__restore *restore, int status);
-// One restore less is to read the layer. True if nothing of the session is to be read any more.
+// One restore less has yet to read the layer. True if no layer of the session is yet to be read.
 bool kvq__layer_came(struct kvq__session *session, uint32_t layer);
 
 #endif
