@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fork: a new session with the first tokens of another. Whole pages that neither can change any
-// more are shared; the rest is copied. Until the copies are done the request holds the new session
-// exclusively, so that whoever guesses its handle waits.
+// Fork: a new session with the first tokens of another. Both share whole pages that neither can
+// change any more; the rest is copied. The request holds the new session exclusively until the
+// copies are done, so that whoever guesses its handle waits.
 #include "daemon/core/request/fork.h"
 
 #include <assert.h>
@@ -17,20 +17,20 @@
 
 // ---- Where a session can be forked ----
 
-// Raw rows are there from this token on, whether or not packing and releasing have come so far.
+// The token from which on raw rows are there, however far packing and releasing have come.
 static uint64_t raw_start(const struct kvq__session *s, const struct kvq__layer *l)
 {
     uint64_t packed = kvq__packed_at(s, l, s->floor) / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
     return kvq__max(packed, l->base);
 }
 
-// By counts alone, as everything that says where a session can be forked.
+// Decided by counts alone, as is everything about where a session can be forked.
 static bool has_learned(const struct kvq__session *s, const struct kvq__layer *l)
 {
     return l->learn && s->floor >= l->learn && s->floor >= s->prompt.exact;
 }
 
-// The new session's base: below it, tokens are only there packed. False if `at` cuts into a unit
+// The new session's base: tokens below it are there packed only. False if `at` cuts into a unit
 // whose raw rows are gone, or into the tokens that the format has learned from.
 bool kvq__fork_base(const struct kvq__session *s, const struct kvq__layer *l, uint64_t at,
                     uint64_t *base)
@@ -49,7 +49,7 @@ bool kvq__fork_base(const struct kvq__session *s, const struct kvq__layer *l, ui
 uint64_t kvq__fork_floor(const struct kvq__session *s, uint64_t at)
 {
     uint64_t floor = at > s->max_rollback ? at - s->max_rollback : 0, base;
-    if (at == 0) // nothing is needed
+    if (at == 0) // no view needs anything
         return 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
@@ -145,9 +145,9 @@ struct cloning {
     struct kvq__copy *copies;
     uint32_t n_copies, room;
     uint64_t at, floor;
-    uint32_t shared; // pages of sheets that both sessions have
-    uint64_t bytes;  // of blocks that it has needed so far
-    uint64_t work;   // sheets, id parts and pages that it has visited
+    uint32_t shared; // pages of sheets that both sessions share
+    uint64_t bytes;  // of blocks needed so far
+    uint64_t work;   // sheets, id parts and pages visited
     struct kvq__grant grant;
 };
 
@@ -159,7 +159,7 @@ static void add_fork_copy(struct cloning *c, const struct kvq__copy *copy, uint6
     c->copies[c->n_copies++].tokens = (uint32_t)kvq__min(tokens, KVQ_BLOCK_TOKENS);
 }
 
-// Of the packed tokens of a page, those whose raw rows stand behind its codes.
+// How many packed tokens of a page have their raw rows behind the page's codes.
 static uint32_t sinks_of(const struct kvq__layer *l, uint64_t start)
 {
     return l->sink_bytes && start == 0 ? (uint32_t)kvq__min(l->format->sink_tokens, l->packed) : 0;
@@ -216,8 +216,7 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
     return rc;
 }
 
-// Copies the extras now, and not with the blocks: packing the source's next units would change
-// them.
+// Copies the extras before the blocks: packing the source's next units would change them.
 static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct kvq__layer *to)
 {
     if (from->extras_bytes == 0 || !from->extras.data)
@@ -229,7 +228,7 @@ static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct
     return to->packed ? kvq__extras_fork(c->to, from, to) : kvq__extras_init(c->to, to);
 }
 
-// Sheets of the page table of which neither session can change anything any more: all is packed, or
+// Sheets of the page table in which neither session can change anything any more: all is packed, or
 // stored for good, and behind every window.
 static uint32_t final_sheets(const struct cloning *c, const struct kvq__session *from)
 {
@@ -279,8 +278,7 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
     return rc;
 }
 
-// Pages above the floor are copied, raw and packed, and of those below at most one is packed in
-// part.
+// Pages above the floor are copied raw and packed; below it at most one packed in part.
 static uint32_t most_copies(const struct cloning *c)
 {
     return c->to->n_owned * (2 * (uint32_t)((c->at - c->floor) / KVQ_BLOCK_TOKENS + 2) + 1);
@@ -311,7 +309,7 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
     return rc;
 }
 
-// Nobody has seen it.
+// Frees a session that nobody has seen.
 static void clone_free(struct kvq__session *s)
 {
     assert(!s->published && s->refs == 0);
@@ -336,8 +334,8 @@ static int clone(struct cloning *c, struct kvq__session *from)
 
 // ---- The request ----
 
-// The new session, which nobody sees yet. False if the request is to wait for room. Adds to *work
-// what it was, also in vain.
+// Makes the entry's new session, which nobody sees yet. False if the request is to wait for room.
+// Adds the work to *work, also if it was in vain.
 static bool clone_entry(struct kvq__queue *q, uint32_t i, uint64_t *work)
 {
     struct kvq__entry *w = &q->work[i];
@@ -372,7 +370,7 @@ static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
     w->forked = NULL;
 }
 
-// The same, but the memory is freed in pieces: there may be many sessions.
+// Likewise, but the session's memory is freed in pieces: there may be many sessions.
 static void clone_discard(struct kvq__queue *q, struct kvq__entry *w)
 {
     assert(w->forked && !w->forked->published);
@@ -386,7 +384,7 @@ static void start_entry(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     struct kvq__handle *h = NULL;
     assert(w->forked);
-    int rc = kvq__namespace_room(w->session->ns, NULL); // others were published since
+    int rc = kvq__namespace_room(w->session->ns, NULL); // sessions were published since
     if (rc == 0)
         rc = kvq__handle_new(q->client, &h);
     if (rc < 0) {
@@ -432,8 +430,8 @@ static bool is_being_packed(const struct kvq__session *s)
     return false;
 }
 
-// Gives the new sessions back, which nobody has seen, until that has been work enough for a turn;
-// then nothing of the request is held any more.
+// Gives the new sessions back, which nobody has seen, until the turn's work is used up. Afterwards
+// nothing of the request is held any more.
 static enum kvq__progress undo_on(struct kvq__queue *q)
 {
     uint64_t work = 0;
@@ -452,7 +450,7 @@ static enum kvq__progress undo_on(struct kvq__queue *q)
     return q->client->gone || q->ending ? kvq__request_end(q, KVQ_E_CANCELLED) : KVQ__WAIT;
 }
 
-// Checks an entry's session again: it is held, but may have changed since the request began.
+// Checks the entry's session again: the request holds it, but it may have changed.
 static int check_again(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
@@ -464,8 +462,8 @@ static int check_again(struct kvq__queue *q, uint32_t i)
     return 0;
 }
 
-// Makes new sessions until that has been work enough for a turn, or all are there; if the request
-// is to wait for room, or is late, there is none.
+// Makes new sessions until the turn's work is used up, or all are there. If the request is to wait
+// for room, or is late, it gives all of them back.
 enum kvq__progress kvq__fork_on(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
@@ -537,7 +535,7 @@ static void copy_packed(const struct kvq__layer *l, const struct kvq__copy *c)
                        c->sinks);
 }
 
-// Only rows that are committed: a step of the source may be writing those behind them.
+// Copies only committed rows: a step of the source may be writing those behind them.
 static void copy_raw(const struct kvq__layer *l, const struct kvq__copy *c)
 {
     const struct kvq_raw_layout *raw = &l->raw_layout;

@@ -6,8 +6,8 @@
 
 #include "daemon/core/state.h"
 
-// A block to be copied for a fork: `tokens` tokens of every head. sinks: so many of the first ones
-// stand behind the codes as well; 0 of other blocks than the first.
+// A block to be copied for a fork: `tokens` tokens of every head. sinks: how many of its first
+// tokens stand behind the codes as well; 0 except in the first block.
 struct kvq__copy {
     const uint8_t *from;
     uint8_t *to;
@@ -24,7 +24,7 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
 
 // fork_possible: the highest count at or below `at` where the session can be forked; 0 always is
 // one. fork_floor: the floor of a fork at that count. fork_base: of a layer of that fork, the count
-// below which tokens exist in packed form only; false if it cannot be cut there.
+// below which tokens exist in packed form only; false if the layer cannot be cut there.
 uint64_t kvq__fork_possible(const struct kvq__session *s, uint64_t at);
 uint64_t kvq__fork_floor(const struct kvq__session *s, uint64_t at);
 bool kvq__fork_base(const struct kvq__session *s, const struct kvq__layer *l, uint64_t at,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Steps: from their beginning, which reserves all that they will need, to commit or abort.
+// Steps, from the beginning, which reserves all that a step will need, to commit or abort.
 #include <assert.h>
 
 #include "daemon/core/request/admission.h"
@@ -153,7 +153,8 @@ static int check_commit(const struct kvq__session *s)
     return kvq__step_nonfinite(s) ? KVQ_E_NONFINITE : is_complete(s) ? 0 : KVQ_E_INCOMPLETE;
 }
 
-// Ends the step of a shard. If its group cannot commit, `result` names the shard that differs.
+// Takes a shard's step to its group. If the group cannot commit, `result` names the shard that
+// differs.
 static int prepare_commit(struct kvq__session *s, struct kvq_result *result)
 {
     const struct kvq__session *other;
@@ -210,7 +211,7 @@ static int check_begin(struct kvq__queue *q, uint32_t i)
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
-// Something under way still uses what the step would write.
+// Whether something under way still uses what the step would write.
 static bool step_must_wait(const struct kvq__session *s)
 {
     return s->exclusive || s->entries.tail > 0;
@@ -219,10 +220,10 @@ static bool step_must_wait(const struct kvq__session *s)
 static bool begin_step_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
-    if (check_begin(q, i) < 0) // again, for a session may stand in two entries
+    if (check_begin(q, i) < 0) // again: two entries may name one session
         return false;
     int rc = kvq__ids_bring(q, i, q->entries[i].append);
-    // Taken already, unless an earlier entry of the session has failed.
+    // The request took the pages before, unless an earlier entry of the session has failed.
     if (rc == 0 && q->entries[i].append > 0)
         rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append, NULL);
     if (rc < 0) {
@@ -270,7 +271,7 @@ static int check_end(struct kvq__queue *q, uint32_t i)
 
 static void end_entry(struct kvq__queue *q, uint32_t i)
 {
-    if (check_end(q, i) < 0) // again, for an entry before it may have ended or undone the step
+    if (check_end(q, i) < 0) // again: an earlier entry may have ended or undone the step
         return;
     int rc = kvq__ids_bring_late(q, i);
     if (rc < 0)
@@ -279,7 +280,7 @@ static void end_entry(struct kvq__queue *q, uint32_t i)
         kvq__step_commit(q->work[i].session, &q->results[i]);
 }
 
-// Without entries it is all of the step's sessions or none.
+// A request without entries commits all of the step's sessions or none.
 static int end_all(struct kvq__step *step)
 {
     struct kvq__session *s;
@@ -300,7 +301,7 @@ static int end_all(struct kvq__step *step)
     return rc;
 }
 
-// Whether a GPU has yet to end some of the step.
+// Whether a GPU has yet to end some of the step's work.
 static bool is_under_way(const struct kvq__step *step)
 {
     const struct kvq__session *s;
@@ -343,7 +344,7 @@ enum kvq__progress kvq__op_step_abort(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         check_end(q, i);
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (kvq__entry_alive(q, i)) // with it may go shards of other entries
+        if (kvq__entry_alive(q, i)) // shards of other entries may leave with it
             kvq__step_leave(q->work[i].session);
     if (q->header.count == 0)
         while (q->step->number == number)

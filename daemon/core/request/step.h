@@ -16,14 +16,14 @@ void kvq__step_join(struct kvq__step *step, struct kvq__session *session, uint32
 void kvq__step_close_if_empty(struct kvq__step *step);
 // Undoes the step of this session alone, which is in a step.
 void kvq__step_undo(struct kvq__session *session);
-// Ends the session's open step. Alone it commits; a shard of a group is prepared, and the last one
-// commits all of them. 0, KVQ_E_NONFINITE, KVQ_E_INCOMPLETE, or KVQ_E_POSITION if another shard of
-// the group stands elsewhere: after these the session, and its group, are as before the step.
-// `result` gets the status and what goes with it; its value on success is the token count that the
-// session has, or will have once the group has committed.
+// Ends the session's open step. A session alone commits; a shard of a group is prepared, and the
+// group's last shard commits all. 0, KVQ_E_NONFINITE, KVQ_E_INCOMPLETE, or KVQ_E_POSITION if
+// another shard of the group stands elsewhere: after these the session, and its group, are as
+// before the step. `result` gets the status and what goes with it; its value on success is the
+// token count that the session has, or will have once the group has committed.
 int kvq__step_commit(struct kvq__session *session, struct kvq_result *result);
-// Corrects the result of a session that kvq__step_commit has prepared, at the end of the request: a
-// later entry may have undone its step.
+// Corrects, at the end of the request, the result of a session that kvq__step_commit has prepared:
+// a later entry may have undone its step.
 void kvq__step_recheck(const struct kvq__session *session, struct kvq_result *result);
 // Commits the tokens of a step that was checked.
 void kvq__step_publish(struct kvq__session *session);
