@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See move.h.
+// How moves go from phase to phase, and how they are asked for. See move.h.
 #include "daemon/core/residency/move.h"
 
 #include <assert.h>
@@ -25,7 +25,7 @@ struct kvq__move *kvq__move_after(const struct kvq__core *core, const struct kvq
                                                  KVQ__MOVE_TICKETS);
 }
 
-// Goes on from the first block.
+// Enters a phase, which begins at the first block.
 static void move_enter(struct kvq__move *move, enum kvq__phase to)
 {
     kvq__ticket_enter(&move->ticket, to);
@@ -33,7 +33,7 @@ static void move_enter(struct kvq__move *move, enum kvq__phase to)
     move->ref = 0;
 }
 
-// Its parts have gone back.
+// Ends a move whose parts have been given back.
 static void move_over(struct kvq__move *move)
 {
     kvq__deallocate(move->ticket.core, move->moved, move->room * sizeof *move->moved);
@@ -66,7 +66,7 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
         return kvq__fail(text, KVQ_E_SHAPE,
                          "session \"%s\" has a head_dim of %u, which is served on the host alone",
                          s->name, narrow_dim(s));
-    // What a demoted session's tables show is to come, at its home.
+    // A demoted session's tables will show what is at its home again.
     if (!LIST_EMPTY(&s->tables) && s->demoted.home != to)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is read by a client in its own context, which has its "
@@ -75,7 +75,7 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
     return 0;
 }
 
-// Everybody who has it open will enqueue there.
+// Takes work streams at the new place: every client that has the session open will enqueue there.
 static int take_streams(const struct kvq__session *s, struct kvq__pool *to)
 {
     const struct kvq__handle *h;
@@ -87,7 +87,7 @@ static int take_streams(const struct kvq__session *s, struct kvq__pool *to)
     return rc;
 }
 
-// drop: of the blocks that it still has.
+// Frees a session's part of a move; `drop` is for the blocks that the part still has.
 static void free_part(struct kvq__namespace *ns, struct kvq__moved *m, const struct kvq__drop *drop)
 {
     struct kvq__core *core = ns->core;
@@ -100,7 +100,7 @@ static void free_part(struct kvq__namespace *ns, struct kvq__moved *m, const str
     *m = (struct kvq__moved){0};
 }
 
-// What a session has on a GPU besides blocks.
+// Takes what a session has on a GPU besides blocks.
 static int equip(struct kvq__moved *m, struct kvq__gpu *gpu)
 {
     int rc = 0;
@@ -124,7 +124,7 @@ static void unequip(struct kvq__moved *m, struct kvq__gpu *gpu)
     m->counts = NULL;
 }
 
-// A page table for the other place.
+// Makes a page table for the other place.
 static int take_sheets(struct kvq__namespace *ns, struct kvq__moved *m)
 {
     uint32_t n = (m->n_pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
@@ -174,13 +174,13 @@ static void finish_move(struct kvq__move *move, int status)
                move->ticket.name, 0, text);
 }
 
-// It holds its sessions, and takes or has taken blocks for them.
+// Whether the move holds its sessions, and takes or has taken blocks for them.
 static bool move_has_begun(const struct kvq__move *move)
 {
     return move->ticket.phase != KVQ__QUEUED && move->ticket.phase != KVQ__WAITING;
 }
 
-// The session's requests go on, wherever it is by now.
+// Lets the session's requests go on, wherever the session is by now.
 static void let_go_of_moved(struct kvq__move *move, struct kvq__moved *m)
 {
     struct kvq__session *s = m->session;
@@ -191,7 +191,7 @@ static void let_go_of_moved(struct kvq__move *move, struct kvq__moved *m)
         kvq__session_unref(s);
 }
 
-// The move has failed: of each pair it is the new block that goes.
+// Exempts the new block of each pair instead of the old: the move has failed, and the new one goes.
 static void exempt_new(struct kvq__moved *m)
 {
     for (uint64_t ref = 0; ref < kvq__moved_refs(m); ref++) {
@@ -283,7 +283,7 @@ static bool wait_for_moved(struct kvq__move *move)
     return true;
 }
 
-// False while extents for it are being made.
+// False while extents for the move are being made.
 static bool reserve_place(struct kvq__move *move)
 {
     int rc = kvq__move_reserve(move);
@@ -297,7 +297,7 @@ static bool reserve_place(struct kvq__move *move)
 
 // ---- The moment ----
 
-// What only the host's workers keep up to date.
+// Publishes outliers, which only the host's workers keep up to date.
 static void publish_outliers(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -377,7 +377,7 @@ static void release_moved(struct kvq__move *move)
     struct kvq__drop drop = kvq__drop_by(NULL, 0);
     for (uint32_t i = 0; i < RELEASE_AT_ONCE && kvq__move_next(move); i++, move->ref++) {
         const struct kvq__moved *m = &move->moved[move->at];
-        if (!kvq__moved_is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
+        if (!kvq__moved_is_shared(m, m->sheets, move->ref)) // else the block goes with its sheet
             kvq__block_drop(move->ticket.core, kvq__moved_there(m, move->ref), &drop);
     }
     bool more = kvq__move_next(move);
@@ -417,7 +417,7 @@ static bool move_goes_on(struct kvq__move *move)
     }
 }
 
-// One at a time: they share the streams and the pinned memory.
+// Only one move copies at a time, since all share the streams and the pinned memory.
 static bool has_copier(const struct kvq__move *move)
 {
     return move->ticket.phase == KVQ__RESERVING || move->ticket.phase == KVQ__COPYING ||
@@ -433,14 +433,14 @@ static bool is_copier_free(const struct kvq__core *core)
     return true;
 }
 
-// Requests wait for it: it makes room for them, or brings back what they use.
+// Whether requests wait for the move: it makes room for them, or brings back what they use.
 static bool is_urgent(const struct kvq__move *move)
 {
     return move->demotes || (move->n > 0 && move->moved[0].session &&
                              move->moved[0].session->demoted.home == move->to);
 }
 
-// Another one copies: the session's requests go on, and the time does not count.
+// Another move copies: this session's requests go on, and the time does not count.
 static void hold_up(struct kvq__move *move)
 {
     uint64_t now = move->ticket.core->now;
@@ -457,7 +457,7 @@ static void wait_on(struct kvq__move *move)
     move->held_up = false;
 }
 
-// All wait side by side for their sessions to be idle, and the first of those whose sessions are
+// Moves wait side by side for their sessions to be idle, and the first whose sessions are idle
 // copies. True if there was something to do.
 static bool go_on_waiting(struct kvq__core *core, bool urgent)
 {
@@ -530,7 +530,7 @@ bool kvq__move_asks(const struct kvq__session *s)
         return false;
     if (s->move->ticket.phase > KVQ__WAITING)
         return true;
-    bool in_step = false; // which has to come to its end first
+    bool in_step = false; // a step has to end before the move
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         in_step |= m && kvq__in_step(m);
@@ -538,7 +538,7 @@ bool kvq__move_asks(const struct kvq__session *s)
     return s->move->ticket.phase == KVQ__WAITING && !s->move->held_up && !in_step;
 }
 
-// ---- Asking for one ----
+// ---- Asking for a move ----
 
 static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s,
                                   struct kvq__pool *to, uint32_t n)
@@ -562,7 +562,7 @@ static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s
     return move;
 }
 
-// It has nothing to be copied: it will come back there.
+// An offloaded session has no blocks to copy: it will come back at the new place.
 static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *text)
 {
     int rc = take_streams(s, move->to);
@@ -578,7 +578,7 @@ static int add_moved_session(struct kvq__move *move, struct kvq__session *s, cha
 {
     int rc = s->pool == move->to ? 0 : kvq__session_movable(s, move->to, text);
     if (rc == 0 && s->pool == move->to &&
-        s->demoted.home) // that it stood there for a while no longer counts
+        s->demoted.home) // its stay there no longer counts as a demotion
         kvq__demoted_lost(s);
     if (rc || s->pool == move->to)
         return rc;
@@ -588,7 +588,7 @@ static int add_moved_session(struct kvq__move *move, struct kvq__session *s, cha
     return 0;
 }
 
-// The session's shards that are elsewhere, or the one of them that was named.
+// Adds the session's shards that are elsewhere, or the named one of them.
 static int add_sessions(struct kvq__move *move, struct kvq__session *s,
                         const struct kvq__move_spec *spec, char *text)
 {
@@ -615,7 +615,7 @@ static void publish_moved(struct kvq__move *move)
         s->move = move;
         core->moving.n++;
     }
-    if (move->n == 0) { // all of it is there
+    if (move->n == 0) { // all of the session is there already
         finish_move(move, 0);
         move_over(move);
     }

@@ -22,7 +22,7 @@ struct slot {
     uint8_t *to;
     size_t bytes;
     struct kvq__gpu *source, *target;           // NULL: the host
-    struct kvq_gpu_event *events[KVQ_MAX_GPUS]; // made when they are first needed
+    struct kvq_gpu_event *events[KVQ_MAX_GPUS]; // made when first needed
     bool noted; // the event says when the copy under way has ended; else the whole stream does
 };
 
@@ -34,7 +34,7 @@ struct kvq__mover {
 
 // ---- Life ----
 
-// What an earlier attempt has made stays.
+// A later attempt keeps what an earlier one has made.
 static int open_parts(struct kvq__core *core, struct kvq__mover *mover)
 {
     const unsigned flags = KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The memory that a move takes at the other place: bit by bit, a block for each of the session's.
+// The memory that a move takes at the other place, bit by bit: a block for each of the session's.
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 
@@ -55,7 +55,7 @@ uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref)
     return kvq__moved_here(m, ref)->block->bytes;
 }
 
-// Of the block there. A raw one may be longer than what is copied.
+// Bytes of the block there. A raw one may be longer than what is copied.
 static uint64_t bytes_there(const struct kvq__move *move, const struct kvq__moved *m, uint64_t ref)
 {
     const struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
@@ -114,7 +114,7 @@ static int refuse_move_room(const struct kvq__move *move, int rc, char *text)
                      (unsigned long long)to->budget, (unsigned long long)to->extent_bytes);
 }
 
-// Whether none of it counts under the limit that is asked there.
+// Whether no session of the move counts yet under the limit that the new place asks of it.
 static bool changes_tier(const struct kvq__move *move)
 {
     bool changes = true;
@@ -123,7 +123,7 @@ static bool changes_tier(const struct kvq__move *move)
     return changes;
 }
 
-// What is free depends on what is given up for it: reserving tells.
+// Checks what could ever fit. Only reserving tells what is free, as others may give way.
 int kvq__move_check_room(const struct kvq__move *move, char *text)
 {
     uint64_t need = kvq__move_need(move),
@@ -145,7 +145,7 @@ bool kvq__move_next(struct kvq__move *move)
     return move->at < move->n;
 }
 
-// KVQ__COMPLETE, KVQ__MORE if it is to be tried again in the next turn, or a code.
+// KVQ__COMPLETE, KVQ__MORE if the next turn is to try again, or a code.
 static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t ref,
                        struct kvq__grant *grant)
 {
@@ -153,7 +153,7 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     if (!here->block)
         return KVQ__COMPLETE;
     uint64_t bytes = bytes_there(move, m, ref);
-    // What a fork shares stays as well; the rest only changes its place.
+    // A block that a fork shares stays as well; other blocks only change their place.
     bool shared = kvq__moved_is_shared(m, m->session->sheets, ref);
     bool stays = shared || here->block->refs > 1;
     struct kvq__ref *there = kvq__moved_there(m, ref);
@@ -164,7 +164,7 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     if (rc == KVQ_E_BUSY)
         return rc;
     if (rc < 0 && kvq__ended_helps(move->ticket.core, &grant->refused))
-        return KVQ__MORE; // what has ended gives its memory back first
+        return KVQ__MORE; // ended sessions give memory back first
     move->ticket.shared_bytes += stays ? bytes : 0;
     if (rc == 0) {
         there->block->saved = here->block->saved;
@@ -174,7 +174,7 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     return rc;
 }
 
-// Those that wanted to go home try again when there may be more room.
+// Notes a refusal: sessions that wanted to go home try again when there may be more room.
 static void note_refused(const struct kvq__move *move, int rc)
 {
     bool home = false;
@@ -197,7 +197,7 @@ int kvq__move_reserve(struct kvq__move *move)
         rc = reserve_one(move, &move->moved[move->at], move->ref, &grant);
         move->ref += rc == 0;
     }
-    if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
+    if (rc == KVQ_E_BUSY) { // extents are being made
         uint64_t need = kvq__move_need(move), has = move->reserved_bytes;
         kvq__pool_want(move->ticket.ns, move->to, need > has ? need - has : 1);
         return KVQ__LATER;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See residency.h.
+// Where a session's blocks are: the ways between states. See residency.h.
 #include "daemon/core/residency/residency.h"
 
 #include <assert.h>
@@ -12,7 +12,7 @@ static bool is_read_back(enum kvq__residency residency)
     return residency == KVQ__FETCH_TAKEN || residency == KVQ__FETCHING;
 }
 
-// Where one fewer is read, another one may be.
+// Counts sessions being read back; where one fewer is, another fetch may begin.
 static void count_reading(struct kvq__session *s, enum kvq__residency from, enum kvq__residency to)
 {
     struct kvq__core *core = s->core;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Ids of tokens and spans as parts of what is stored of a session; see saved.h. Nothing can be
-// asked of the session for want of them, so damage among them only ends what is known.
+// Ids of tokens and spans as stored parts of a session; see saved.h. A session works without them,
+// so damage among them only ends what is known.
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,7 +26,7 @@ struct kvq__part kvq__saved_ids_part(const struct kvq__saved *saved, uint32_t i)
     if (first < saved->known) {
         part.bytes = (left < KVQ__IDS_PART ? left : KVQ__IDS_PART) * sizeof *saved->ids;
     } else {
-        part.page = UINT32_MAX; // behind all of ids
+        part.page = UINT32_MAX; // behind all parts of ids
         part.kind = KVQ__PART_SPANS;
         part.bytes = saved->n_spans * sizeof(struct kvq__saved_span);
     }
@@ -35,7 +35,7 @@ struct kvq__part kvq__saved_ids_part(const struct kvq__saved *saved, uint32_t i)
 
 // ---- Reading ----
 
-// Its place in the list; n: it is not there.
+// The part's place in the list; n: it is not there.
 static uint32_t place_of_ids(const struct kvq__ids_reader *r, const struct kvq__part *wanted)
 {
     uint32_t low = 0, high = r->n;
@@ -51,7 +51,7 @@ static uint32_t place_of_ids(const struct kvq__ids_reader *r, const struct kvq__
     return there ? low : r->n;
 }
 
-// 0, 1 if it is lost, or a code that ends it all.
+// 0, 1 if the part is lost, or a code that ends all.
 static int read_part(const struct kvq__saved *saved, const struct kvq__ids_reader *r, uint32_t i,
                      void *out)
 {
@@ -122,7 +122,7 @@ void kvq__saved_ids_free(struct kvq__saved *saved)
 
 // ---- Restoring ----
 
-// What of them is in the store as it will stay.
+// Notes which of the restored ids the store has as they will stay.
 static void note_stored(struct kvq__session *s, const struct kvq__part *parts, uint32_t n)
 {
     for (uint32_t i = n; i > 0 && parts[i - 1].layer == KVQ__IDS_LAYER; i--) {

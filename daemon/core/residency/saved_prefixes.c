@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Prefixes that a store has: what it is told of a session's pages (what it is asked: prefix_ask.c).
+// Prefixes that a store has: what the store is told of a session's pages. prefix_ask.c asks it.
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,7 +14,7 @@ static bool is_owner(const struct kvq__saved *saved, uint32_t layer)
     return saved->layers[layer].row.kv_from < 0;
 }
 
-// Tokens that must stay readable of the layer's pages, for itself and those that read them; 0: all.
+// Tokens of the layer that must stay readable, for itself and layers that read it; 0: all.
 static uint32_t keep_of(const struct kvq__saved *saved, uint32_t layer)
 {
     uint32_t keep = saved->layers[layer].row.window;

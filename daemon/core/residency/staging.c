@@ -3,13 +3,13 @@
 // Ways to and from a GPU for threads that may wait; see saved_internal.h.
 #include "daemon/core/residency/saved_internal.h"
 
-// What it has outgrown it keeps: to free pinned memory waits for the whole GPU, and that may wait
-// for a client. It is at most as much again, since each is at least twice the one before.
+// Outgrown memory is kept: freeing pinned memory waits for the whole GPU, which may wait for a
+// client. Kept memory is at most as much again, since each is at least twice the one before.
 enum { OUTGROWN = 40 };
 struct kvq__staging {
     LIST_ENTRY(kvq__staging) link;
     struct kvq__gpu *gpu;
-    struct kvq_gpu_stream *stream; // that all stagings of the GPU share
+    struct kvq_gpu_stream *stream; // shared by all stagings of the GPU
     void *memory, *outgrown[OUTGROWN];
     uint32_t n_outgrown;
     size_t bytes;
@@ -57,7 +57,7 @@ void *kvq__staging_memory(struct kvq__staging *f, size_t bytes)
     return f->memory;
 }
 
-// A fault is the poller's to find and tell.
+// A GPU's fault is the poller's to find and tell.
 static int wait_for_staging(struct kvq__staging *f, int result)
 {
     result = result ? result : kvq__gpu_driver(f->gpu)->stream_sync(f->stream);

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See ticket.h.
+// Tickets. See ticket.h.
 #include "daemon/core/residency/ticket.h"
 
 #include <assert.h>
 
 enum {
     MOST = 64, // tickets of moves, and of parks and fetches, at a time
-    // And so many more for evictions, which go to the host one at a time.
+    // So many more tickets for evictions, which go to the host one at a time.
     DEMOTIONS = 1 + KVQ_MAX_GPUS,
     EVICTIONS = (1 + KVQ_MAX_GPUS) * KVQ__EVICT_AT_ONCE,
 };
 
-#define KEEP_NS 60000000000ull // so long a ticket that is over is kept
+#define KEEP_NS 60000000000ull // how long a ticket that is over is kept
 
 void kvq__ticket_enter(struct kvq__ticket *t, enum kvq__phase to)
 {

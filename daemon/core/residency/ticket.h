@@ -9,8 +9,8 @@
 //   park    QUEUED > WRITING > LEAVING > RELEASING > OVER         and OVER from each of them
 //   fetch   QUEUED > READING > OVER
 //
-// A ticket that is over is kept, so that it can be asked about: for a minute, if there is room.
-// A move, or a park, begins with its ticket, and is freed with it.
+// A ticket that is over is kept for a minute, if there is room, so that it can be asked about. A
+// move, or a park, begins with its ticket, and is freed with it.
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_TICKET_H
 #define KVQ_DAEMON_CORE_RESIDENCY_TICKET_H
 
@@ -34,10 +34,10 @@ struct kvq__ticket {
     TAILQ_ENTRY(kvq__ticket) link;
     struct kvq__core *core;
     struct kvq__namespace *ns;
-    uint64_t id; // 0: it has not begun
+    uint64_t id; // 0: the ticket has not begun
     enum kvq__ticket_kind kind;
     enum kvq__phase phase; // kvq__ticket_enter alone changes it
-    size_t size;           // of what begins with the ticket
+    size_t size;           // of the struct that begins with the ticket
     const char *place;     // where the session goes
     bool finished; // what was asked for is done, or has failed; blocks may still be given back
     uint64_t finished_at;
@@ -51,12 +51,13 @@ enum {
     KVQ__PARK_TICKETS = 1 << KVQ__TICKET_PARK | 1 << KVQ__TICKET_FETCH, // as struct kvq__park
 };
 
-// Takes a ticket on; asserts that there is that way.
+// Takes a ticket to another phase; asserts that there is that way.
 void kvq__ticket_enter(struct kvq__ticket *ticket, enum kvq__phase to);
-// Forgets the oldest one of the kind that is over if there are too many. KVQ_E_LIMIT with a text if
-// none is over. `evicts`: some are kept for evictions, which requests wait for.
+// Makes room for a new ticket: forgets the kind's oldest that is over if there are too many.
+// KVQ_E_LIMIT with a text if none is over. `evicts`: some tickets are kept for evictions, which
+// requests wait for.
 int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, bool evicts, char *text);
-// Begins: gives it a number. Its core, namespace, kind, size, place and name are set.
+// Begins a ticket, with a number. Its core, namespace, kind, size, place and name are set.
 void kvq__ticket_begin(struct kvq__ticket *ticket);
 void kvq__ticket_finish(struct kvq__ticket *ticket, int status);
 void kvq__ticket_fill_info(const struct kvq__ticket *ticket, struct kvq__move_info *info);
@@ -64,9 +65,9 @@ void kvq__ticket_fill_info(const struct kvq__ticket *ticket, struct kvq__move_in
 // with NULL, of all. NULL = there is none.
 struct kvq__ticket *kvq__ticket_after(const struct kvq__core *core,
                                       const struct kvq__ticket *ticket, uint32_t kinds);
-// By its number; NULL = none.
+// The ticket of that number; NULL = none.
 const struct kvq__ticket *kvq__ticket_find(const struct kvq__core *core, uint64_t id);
-void kvq__tickets_tick(struct kvq__core *core); // forgets those that were over long ago
+void kvq__tickets_tick(struct kvq__core *core); // forgets tickets long over
 void kvq__ticket_free(struct kvq__ticket *ticket);
 
 #endif

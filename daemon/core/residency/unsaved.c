@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who is to be saved without being asked for: sessions that nobody has open any more, or that have
-// not been used for a while. Only sessions whose last change is not saved are looked at, and of
-// those in use as many as have not been used for long enough.
+// Sessions to save without being asked: those that nobody has open any more, or that were not used
+// for a while. Only sessions whose last change is not saved are looked at, and of those in use as
+// many as were not used for long enough.
 #include <stdio.h>
 #include <string.h>
 
@@ -11,7 +11,7 @@
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
-enum { LOOKS = 1024 }; // at those that were put off
+enum { LOOKS = 1024 }; // looks at sessions that were put off
 
 bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *name)
 {
@@ -68,7 +68,7 @@ static struct kvq__session *first_shard(struct kvq__session *s)
     return first;
 }
 
-// Takes the session's group, once. False if it is not wanted.
+// Takes the session's group, once. False if the group is not wanted.
 static bool take_if_unsaved(struct ask *ask, struct kvq__session *s)
 {
     struct kvq__session *first = first_shard(s);
@@ -88,7 +88,7 @@ static bool take_if_unsaved(struct ask *ask, struct kvq__session *s)
     return true;
 }
 
-// Finds another list for who is not wanted now.
+// Moves a session that is not wanted now to another list.
 static void put_back(struct kvq__session *s)
 {
     if (s->core->now < first_shard(s)->saving.after)
@@ -97,7 +97,7 @@ static void put_back(struct kvq__session *s)
         kvq__unsaved_note(s);
 }
 
-// Those that stand in the list just now: who is put back may come to its end.
+// Looks at a list as it is now: a session that is put back may come to its end again.
 static void look_at_list(struct ask *ask, enum kvq__unsaved_list which, uint32_t looks)
 {
     struct kvq__session_list *list = &ask->core->unsaved.lists[which];
@@ -111,7 +111,7 @@ static void look_at_list(struct ask *ask, enum kvq__unsaved_list which, uint32_t
     }
 }
 
-// They stand in the order of their last use.
+// Looks at the sessions in use in the order of their last use, oldest first.
 static void look_at_used(struct ask *ask)
 {
     struct kvq__session *s = TAILQ_FIRST(&ask->core->unsaved.lists[KVQ__UNSAVED_IN_USE]), *next;
