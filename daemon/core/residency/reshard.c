@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // See reshard.h. Shards stand at the same tokens, but each has packed, and given raw blocks back,
-// as it came to it. The state that is chosen is the one that every source can provide: packed as
-// far as the least packed one, raw from where the last one still is.
+// in its own time. The chosen state is one that every source can provide: packed as far as the
+// source that has packed least, raw from where all sources have raw blocks.
 #include "daemon/core/residency/reshard.h"
 
 #include <assert.h>
@@ -63,11 +63,11 @@ struct making {
     struct kvq__reshard_as as;
     struct kvq__resharded *out;
     uint32_t n_ranges;
-    uint32_t at[KVQ_MAX_SHARDS]; // in each source's parts
+    uint32_t at[KVQ_MAX_SHARDS]; // index in each source's parts
     char *text;
 };
 
-// A refusal of this number of shards.
+// Refuses this number of shards.
 __attribute__((format(printf, 2, 3))) static int refuse(const struct making *m, const char *why,
                                                         ...)
 {
@@ -104,7 +104,7 @@ static bool same_saved_layer(const struct kvq__saved_layer *a, const struct kvq_
            strcmp(a->format.name, b->format.name) == 0 && kvq_format_same(&a->format, &b->format);
 }
 
-// Whether its heads can be dealt out anew, which needs a format that knows them one by one.
+// Whether the layer's heads can be dealt out anew: its format must know heads one by one.
 static int check_layer(const struct making *m, uint32_t layer, uint32_t heads)
 {
     const struct kvq__saved_layer *first = &m->sources[0].saved->layers[layer];
@@ -148,7 +148,7 @@ static uint32_t all_heads(const struct making *m, uint32_t layer)
     return heads;
 }
 
-// The state that all have in common. What one has packed further than another is packed anew.
+// The state that all sources have in common. What one has packed further is packed anew.
 static int common_state(struct making *m, uint32_t layer, struct kvq__saved_layer *to)
 {
     bool learned = false;
@@ -174,7 +174,7 @@ static int common_state(struct making *m, uint32_t layer, struct kvq__saved_laye
     return 0;
 }
 
-// The shard's KV heads of a layer, and of all layers the same part.
+// Makes a layer of the shard, with its KV heads: the same part of each layer's.
 static int make_layer(struct making *m, uint32_t layer)
 {
     struct kvq__saved_layer *to = &m->out->saved.layers[layer];
@@ -195,14 +195,14 @@ static int make_layer(struct making *m, uint32_t layer)
 
 // ---- Parts ----
 
-// All of the part that a source is at.
+// Adds all of the part that a source is at.
 static void add_source_part(struct making *m, uint32_t source, uint64_t bytes)
 {
     m->out->ranges[m->n_ranges++] =
         (struct kvq__range){.source = source, .part = m->at[source], .n = 1, .bytes = bytes};
 }
 
-// Goes on to a part in a source. NULL: it has none such.
+// Goes on to a part in a source; NULL: the source lacks it.
 static const struct kvq__part *seek(struct making *m, uint32_t source, const struct kvq__part *part)
 {
     const struct kvq__saved_shard *s = &m->sources[source];
@@ -212,7 +212,7 @@ static const struct kvq__part *seek(struct making *m, uint32_t source, const str
     return *at < s->n_parts && kvq__part_order(&s->parts[*at], part) == 0 ? &s->parts[*at] : NULL;
 }
 
-// How many strips, each with all heads, a part has; 1 of what has none. 0: a length that cannot be.
+// The number of strips, each with all heads, in a part; 1 if it has none. 0: an impossible length.
 static uint32_t strips_of(const struct making *m, const struct kvq__part *p, uint32_t heads)
 {
     const struct kvq__layer_row *row = &m->out->saved.layers[p->layer].row;
@@ -225,8 +225,8 @@ static uint32_t strips_of(const struct making *m, const struct kvq__part *p, uin
                : (uint32_t)(p->bytes / strip);
 }
 
-// Adds one part, of the KV heads [low, high) of all; or nothing if a source lacks it: whether it
-// is needed is for whoever restores it.
+// Adds one part, of the KV heads [low, high) of all; nothing if a source lacks it, since the
+// restore finds out whether it is needed.
 static int gather_part(struct making *m, const struct kvq__part *model, uint32_t low, uint32_t high)
 {
     struct kvq__resharded *out = m->out;
@@ -250,7 +250,7 @@ static int gather_part(struct making *m, const struct kvq__part *model, uint32_t
             (record && p->bytes / heads != record))
             return refuse_parts(m, model->layer);
         record = p->bytes / heads;
-        uint64_t unit = record / strips; // what a head has in a strip
+        uint64_t unit = record / strips; // bytes of a head in a strip
         out->ranges[m->n_ranges++] = (struct kvq__range){.source = i,
                                                          .part = m->at[i],
                                                          .n = strips,
@@ -358,7 +358,7 @@ static int by_layers(struct making *m)
 
 // ---- Ids of tokens ----
 
-// All shards have the same tokens, but not all need have been told of them.
+// The source that knows most ids: all have the same tokens, but not all need know their ids.
 static uint32_t who_knows(const struct making *m)
 {
     uint32_t best = 0;
@@ -413,7 +413,7 @@ static void describe_shard(struct making *m)
     struct kvq__saved *to = &m->out->saved;
     bool own_format = true;
     *to = *m->sources[0].saved;
-    for (uint32_t i = 1; i < m->n; i++) // what one has packed early is packed of all
+    for (uint32_t i = 1; i < m->n; i++) // a prompt that one source packed early is packed
         to->exact_tokens = m->sources[i].saved->exact_tokens ? to->exact_tokens : 0;
     to->layers = NULL;
     to->shard = m->as.shard;
@@ -421,16 +421,16 @@ static void describe_shard(struct making *m)
     to->saturated = 0;
     for (uint32_t i = 0; i < m->n; i++) {
         uint64_t floor = m->sources[i].saved->floor;
-        to->floor = kvq__max(floor, to->floor); // stages that were cut may differ
+        to->floor = kvq__max(floor, to->floor); // sources that were cut may differ
         own_format &= strcmp(m->sources[i].saved->own_format, to->own_format) == 0;
-        if (m->as.shard == 0) // all that is counted stays counted, once
+        if (m->as.shard == 0) // the sum goes to one shard
             to->saturated += m->sources[i].saved->saturated;
     }
     if (!own_format)
         to->own_format[0] = 0;
 }
 
-// What shards may be opened with each on its own, but one shard cannot have two of.
+// Refuses sources that differ: shards may, but one shard cannot have two of these.
 static int check_own_layers(const struct making *m)
 {
     const struct kvq__saved *a = m->sources[0].saved;
@@ -446,7 +446,7 @@ static int check_own_layers(const struct making *m)
     return 0;
 }
 
-// What is asked for says whether shards are KV heads or layers.
+// Shards are KV heads or layers, as the number of layers asked for says.
 static int make_shard(struct making *m)
 {
     uint32_t own = m->sources[0].saved->n_layers, all = 0, asked = m->as.n_layers;
