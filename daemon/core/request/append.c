@@ -190,7 +190,7 @@ static bool prepare_append(struct kvq__queue *q, uint32_t i)
         return false;
     w->store.source = kvq__store_source(q, i, w->store.list);
     int rc = paged ? take_list(q, i) : 0;
-    if (rc < 0) // nothing of this layer is appended; the step goes on
+    if (rc < 0) // the layer gets nothing; the step goes on
         kvq__entry_fail(q, i, rc, w->past);
     return true;
 }

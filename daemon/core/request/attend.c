@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Attend: one layer's attention for a batch of sessions, over committed tokens and those of the
-// step. Packs first what has to be read packed.
+// step. Layers that must be read packed are packed first.
 #include <assert.h>
 
 #include "daemon/core/request/append.h"
@@ -10,9 +10,9 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
-// What a thread does in the time that it takes to wake another, and later the client, which sleeps
-// once there are no CPUs left to wait on, as kvq_attend_work counts: of 512 tokens of 8 KV heads.
-// That took 0.2 ms on the virtual machine of two CPUs that it was measured on.
+// The work, as kvq_attend_work counts it, that a thread does in the time that it takes to wake
+// another thread, and later the client, which sleeps once no CPU is left to wait on: 512 tokens of
+// 8 KV heads. That took 0.2 ms on the virtual machine of two CPUs that it was measured on.
 enum { BRIEF_WORK = 512 * 8 * 2 };
 
 static bool is_append(const struct kvq__queue *q)
@@ -88,7 +88,7 @@ static int check_attend(struct kvq__queue *q, uint32_t i)
     if (rc == 0)
         rc = check_rows(q, i, &s->layers[q->header.layer].shape);
     if (rc == 0 && s->pool->gpu && !kvq__gpu_attend_fits(q, i))
-        rc = KVQ_E_LIMIT; // of this entry alone, before anything of it is done
+        rc = KVQ_E_LIMIT; // only this entry fails, before any of its work
     if (rc < 0 && is_append(q))
         kvq__append_refused(q, i);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The entries of a request, whatever its operation: their results, the sessions that they name, and
-// what they hold of these. kvq__request_release in request.c gives it back, and ends what the
+// The entries of a request of any operation: their results, the sessions that they name, and what
+// they hold of these. kvq__request_release in request.c gives all that back, and ends what the
 // operation has begun with it.
 #include <assert.h>
 
@@ -47,7 +47,7 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
         return kvq__entry_fail(q, i, q->work[i].no_room, h->session->tokens);
     if (kvq__is_on_stream(q) && h->session->pool->gpu != q->timeline.gpu)
         return kvq__entry_fail(q, i, KVQ_E_DRAINING, h->session->tokens); // it goes home no more
-    if (kvq__group_asks(q, h) != KVQ__PREPARED_NOT) // never to be ended: others have waited
+    if (kvq__group_asks(q, h) != KVQ__PREPARED_NOT) // this wait would never end: others have waited
         return kvq__entry_fail_by(q, i, KVQ_E_BUSY, h->session->tokens,
                                   kvq__group_awaited(h->session));
     return 0;
@@ -63,7 +63,7 @@ static int step_lost(struct kvq__queue *q, uint32_t i, int code)
 }
 
 // Whether the entry reports to the session's writer that values of its last STEP were not finite.
-// One request reports it, however often it is tried.
+// One request does so, however often it is tried.
 static bool report_nonfinite(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
@@ -91,7 +91,7 @@ int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
     return 0;
 }
 
-// ---- What they hold ----
+// ---- What entries hold ----
 
 void kvq__hold(struct kvq__queue *q, uint32_t i)
 {

@@ -93,7 +93,7 @@ static void cut_queries(const struct kvq_attend *a, struct kvq_attend halves[2])
         halves[1].lse = (float *)(void *)((uint8_t *)a->lse + (int64_t)n * a->lse_token_stride);
 }
 
-// Halves what needs more than the workspace, sessions first, and then a session's queries.
+// Halves work that needs more than the workspace: first the sessions, then a session's queries.
 static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
 {
     struct kvq_gpu_attend_limits needs;
@@ -126,7 +126,7 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
 
 // ---- What calls take ----
 
-// A window that has as many splits as this one wherever it begins within a split; 0: no window.
+// A window that has as many splits as `window`, wherever in a split that begins; 0: no window.
 static uint32_t wider(uint32_t window)
 {
     return window && window < KVQ_MAX_SESSION_TOKENS ? window + KVQ_GPU_WIDE_SPLIT_MAX : 0;
@@ -155,14 +155,14 @@ bool kvq__gpu_attend_fits(const struct kvq__queue *q, uint32_t i)
     struct kvq_gpu_attend_limits needs;
     char text[KVQ_GPU_TEXT];
     layer.wide_split = kvq_gpu_attend_wide_split(&layer, &call);
-    shape.window = wider(shape.window); // wherever it ends within a split
+    shape.window = wider(shape.window); // wherever the window ends within a split
     call.q_start = tokens - (e->append ? 1 : 0);
-    call.q_tokens = 1; // as far as it can be cut
+    call.q_tokens = 1; // queries can be cut down to one
     return kvq_gpu_attend_needs(&layer, &call, NULL, 1, &needs, text, sizeof text) == 0 &&
            kvq_gpu_attend_workspace_bytes(&layer, &needs) <= room;
 }
 
-// What the launches of one call take, as `attend` cuts it.
+// What the launches of one call take, as `attend` cuts the call.
 struct cost {
     uint32_t launches;
     size_t batches; // bytes of the arena
@@ -198,7 +198,7 @@ static struct cost cost_of(const struct kvq__queue *q, uint32_t i)
     return cost;
 }
 
-// Sessions that are launched together take no more than each by itself.
+// Sessions launched together take no more than each by itself.
 size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
 {
     return cost_of(q, i).batches + sizeof(struct kvq_attend) + sizeof(uint64_t) + 256;
@@ -215,8 +215,8 @@ uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
     return launches * OPS;
 }
 
-// All calls of the wave that stand from `from` on and belong to the first of them, moved to the
-// front. Returns how many.
+// Moves all calls of the wave from `from` on that are of the layer of the first to the front.
+// Returns how many.
 static uint32_t gather_calls(struct kvq_attend *calls, uint32_t from, uint32_t n)
 {
     uint32_t end = from + 1;

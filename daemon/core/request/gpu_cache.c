@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Storing, reading back and changing caches on a GPU: one launch for all entries of a wave
-// (or as many as the work stream's workspace asks for).
+// Storing, reading back and changing caches on a GPU, with one launch for all entries of a wave, or
+// as many as the work stream's workspace asks for.
 #include <assert.h>
 #include <string.h>
 
@@ -81,8 +81,8 @@ int kvq__gpu_store_wave(struct kvq__queue *q)
 
 // ---- Read ----
 
-// Tokens are read in pieces, of which as many are launched together as fit the workspace side by
-// side. Of one entry a wave takes some pieces only: it may be long.
+// Tokens are read in pieces; as many are launched together as fit the workspace side by side. An
+// entry may be long, so a wave takes only some of its pieces.
 enum {
     READ_PIECES = 32,
     READ_OPS = KVQ_GPU_READ_LAUNCHES + 1, // of what is launched together
@@ -93,7 +93,7 @@ static uint64_t read_bytes(const struct kvq_shape *s, uint32_t tokens)
     return (uint64_t)tokens * s->kv_heads * s->k_dim * 2 * sizeof(float);
 }
 
-// Tokens of one entry that fit the workspace at a time.
+// Tokens of an entry that fit the workspace at a time.
 static uint32_t read_piece(const struct kvq__core *core, const struct kvq_shape *s)
 {
     return (uint32_t)(core->config.work_stream_workspace / read_bytes(s, 1));
@@ -166,7 +166,7 @@ struct reading {
     uint64_t used; // bytes of the workspace, by those since the last launch
 };
 
-// Pieces of an entry, where the workspace has room for them, or else from its beginning on.
+// Adds pieces of an entry where the workspace has room for them, or else at its beginning.
 static void fill_reads(struct reading *r, uint32_t i)
 {
     const struct kvq__queue *q = r->wave.queue;

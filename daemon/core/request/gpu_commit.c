@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See gpu_commit.h.
+// STEPs that end on a GPU. See gpu_commit.h.
 #include "daemon/core/request/gpu_commit.h"
 
 #include <assert.h>
@@ -24,7 +24,7 @@ void kvq__gpu_commit_cancel(struct kvq__session *s)
     kvq_word_store_release(&s->in_step.counts->host->cancelled, 1);
 }
 
-// What was enqueued to be packed is so now, or not at all.
+// Units that were enqueued to be packed are packed now, or will not be at all.
 static void note_packs(struct kvq__session *s, bool done)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -37,8 +37,8 @@ static void note_packs(struct kvq__session *s, bool done)
     }
 }
 
-// A request that found no way to enqueue all of a step's stores has not made a step. Of a group
-// nothing is packed before all shards have committed: any of them can still be undone.
+// A STEP that could not enqueue all its stores is no step. A group is not packed before all its
+// shards have committed: any of them can still be undone.
 static int status_of(const struct kvq__session *s)
 {
     const struct kvq_gpu_store_counts *counts = s->in_step.counts->host;
@@ -53,7 +53,7 @@ static int status_of(const struct kvq__session *s)
 
 static void undo(struct kvq__session *s, struct kvq__table *table)
 {
-    // Who cancelled it has undone the other shards, which may be in their next step by now.
+    // Whoever cancelled the step has undone the other shards, which may be in their next step.
     bool cancelled = s->in_step.counts->host->cancelled;
     kvq__step_over(s);
     if (!cancelled)
@@ -86,8 +86,8 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
         s->in_step.nonfinite_unreported = rc == KVQ_E_NONFINITE && s->writer;
 }
 
-// A later entry may have undone a prepared shard. An entry that has failed behind its stores says
-// that these commit; where they do not, that counts.
+// A later entry may have undone a prepared shard. An entry that failed behind its stores reports
+// that they commit; if they do not, their own status counts.
 void kvq__gpu_commit_all(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Packing on a GPU: one launch for the units of any layers and sessions. For requests that are
-// about to read them packed, and for sessions whose steps have made units due, which nobody has
-// asked for yet.
+// Packing on a GPU: one launch for the units of any layers and sessions. It serves requests that
+// are about to read the units packed, and sessions whose steps have made units due that no request
+// has asked for.
 #include <assert.h>
 
 #include "daemon/core/request/gpu_wave.h"
@@ -236,7 +236,7 @@ int kvq__gpu_pack_wave(struct kvq__queue *q)
 
 // ---- Before anybody asks ----
 
-// Where the session's units are packed: behind its writer's work. NULL: nobody writes to it.
+// The work stream that packs the session's units: behind its writer's work. NULL: no writer.
 static struct kvq__work_stream *stream_of(const struct kvq__session *s)
 {
     const struct kvq__core *core = s->core;
@@ -280,7 +280,7 @@ static bool open_background(struct kvq__packs *packs, struct kvq__work_stream *s
 // A launch that is refused may be refused for as long as the daemon runs.
 #define PACK_AGAIN_NS 1000000000ull
 
-// The work stream takes over the flight: what the session gives back now may still be read there.
+// The work stream takes over the flight: it may still read what the session gives back now.
 static void close_background(struct kvq__packs *packs)
 {
     struct kvq__queue *q = packs->queue;
@@ -292,7 +292,7 @@ static void close_background(struct kvq__packs *packs)
     kvq__work_stream_close(q->stream, q, true);
 }
 
-// One launch on a work stream. Whether there is more, for another one.
+// One launch on a work stream. True if there is more to pack, for another launch.
 static bool pack_on(struct kvq__work_stream *stream)
 {
     struct kvq__packs packs = {0};

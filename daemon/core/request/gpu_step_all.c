@@ -28,8 +28,8 @@ static kvq_gpu_ptr guard_of(const struct kvq__queue *q, uint32_t i)
     return q->entries[i].append ? q->work[i].session->in_step.counts->at : 0;
 }
 
-// Layers from where the entry's last wave has come to, as many as there is room for. False if there
-// is none for any.
+// Takes layers from the end of the entry's last wave on, as many as there is room for. False if
+// there is room for none.
 static bool take_layers(struct kvq__queue *q, uint32_t i,
                         size_t (*room_of)(const struct kvq__queue *q, uint32_t i, uint32_t layer))
 {
@@ -131,7 +131,7 @@ static bool entry_stores(const struct kvq__queue *q, uint32_t i)
     return kvq__entry_alive(q, i) && q->work[i].part.to > q->work[i].part.from;
 }
 
-// Without the layers of a wave that failed there is no step: the commit undoes it.
+// A step that lacks the layers of a failed wave is no step: the commit undoes it.
 static void forget_stores(struct kvq__queue *q)
 {
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
@@ -172,7 +172,7 @@ int kvq__gpu_store_all_wave(struct kvq__queue *q)
 
 // ---- Packing ----
 
-// Of a group nothing is packed or published before all shards have committed.
+// A group is not packed or published before all its shards have committed.
 static bool waits_for_group(const struct kvq__queue *q, uint32_t i)
 {
     return q->work[i].session->group && q->entries[i].append > 0;
@@ -206,8 +206,8 @@ static bool has_units_due(const struct kvq__queue *q, uint32_t i)
     return false;
 }
 
-// Fails an entry behind its stores. They are enqueued and will commit, so no code may say to try
-// again: the value is the count that the session will have.
+// Fails an entry behind its stores, which are enqueued and will commit: no code may say to try
+// again. The value is the count that the session will have.
 static void fail_behind_stores(struct kvq__queue *q, uint32_t i, int rc)
 {
     uint32_t n = q->entries[i].append;
@@ -215,8 +215,8 @@ static void fail_behind_stores(struct kvq__queue *q, uint32_t i, int rc)
                     q->work[i].past + n);
 }
 
-// What was stored commits all the same. Its units stay due, and somebody else packs them. An entry
-// that stores nothing was there to pack, and fails.
+// If packing fails the stored tokens commit all the same, and their units stay due for others to
+// pack. An entry that stores nothing came only to pack, and fails.
 int kvq__gpu_pack_all_wave(struct kvq__queue *q)
 {
     if (!q->packs.queue) // the sessions of all its entries were dropped
@@ -269,7 +269,7 @@ static size_t publish_room(const struct kvq__queue *q, uint32_t i, uint32_t laye
            sizeof(struct kvq_table_layer) + 3 * 64 + 6 * sizeof(struct kvq_gpu_copy);
 }
 
-// A table names units that are due as packed ones. Where they are not it stays as it was.
+// A table names due units as packed ones. If they are not packed, the table stays as it was.
 bool kvq__gpu_publish_prepare(struct kvq__queue *q, uint32_t i)
 {
     bool has_table = table_of(q, i) != NULL;
@@ -293,7 +293,7 @@ static void add_publish_copy(struct publishing *p, uint64_t offset, const uint8_
                                                 .rows = rows};
 }
 
-// The client reads the copy when the request has been answered, whatever the GPU has done by then.
+// The client reads the copy once the request is answered, wherever the GPU is by then.
 static void write_copy(struct publishing *p)
 {
     if (p->copy && p->piece_bytes > 0)
@@ -359,7 +359,7 @@ int kvq__gpu_publish_wave(struct kvq__queue *q)
                                                    sizeof p.wave.text));
     for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
         if (entry_stores(q, i) && table_of(q, i)) {
-            kvq__table_lost(table_of(q, i)); // the next step writes all of it
+            kvq__table_lost(table_of(q, i)); // the next step writes all of the table
             fail_behind_stores(q, i, rc);
         }
     return rc == KVQ_E_SYSTEM ? rc : 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See gpu_wave.h.
+// Waves on a GPU: recipes, copies and launches. See gpu_wave.h.
 #include "daemon/core/request/gpu_wave.h"
 
 #include <assert.h>
@@ -77,7 +77,7 @@ struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n)
     return (struct kvq_gpu_work){wave->recipes, wave->n_recipes, n, wave->stream->gpu_stream};
 }
 
-// Tells it, at most once a second.
+// Tells that the GPU refused a launch, at most once a second.
 static void tell_refused(struct kvq__wave *wave)
 {
     struct kvq__core *core = wave->queue->core;

@@ -21,7 +21,7 @@ enum { KVQ__RECIPE_ROOM = sizeof(struct kvq_recipe) + sizeof(struct kvq_book) + 
 // Takes room for the recipes of the wave's entries. KVQ__WAVE_ROOM and, for each entry,
 // KVQ__RECIPE_ROOM are enough.
 void kvq__wave_begin(struct kvq__wave *wave, struct kvq__queue *queue);
-// The same with room for so many recipes.
+// As kvq__wave_begin, with room for so many recipes.
 void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *queue, uint32_t recipes);
 // The recipe of a layer, in host memory.
 const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *layer);
@@ -35,9 +35,9 @@ const void *kvq__wave_there(const struct kvq__wave *wave, const void *host);
 int kvq__wave_copy(struct kvq__wave *wave);
 // Work of cache.h for n entries of an array.
 struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
-// A code for work that was launched by so many operations at most: `failed` with wave->text filled.
-// KVQ_E_SYSTEM if the GPU has faulted, which is for good; KVQ_E_UNSUPPORTED if it has only refused
-// the launch, which is told and is the end of the request alone.
+// The code for work launched by so many operations at most: `failed` with wave->text filled.
+// KVQ_E_SYSTEM if the GPU has faulted, which is for good; KVQ_E_UNSUPPORTED if the GPU only refused
+// the launch, which is told and ends the request alone.
 int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed);
 
 // ---- What a wave packs (gpu_pack.c) ----

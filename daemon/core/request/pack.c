@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Packing whole units: for a request that is about to read them packed, and in the background
-// before anybody asks. A unit is packed once, and its tokens can no longer change by then.
+// before any request asks. A unit is packed once, when its tokens can no longer change.
 #include "daemon/core/request/pack.h"
 
 #include <assert.h>
@@ -22,7 +22,7 @@ static void find_pack_pages(const struct kvq__layer *l, uint64_t first, uint64_t
         const struct kvq__pageref *p = kvq__page(l, i);
         pages[i - from].raw = p->raw.data;
         pages[i - from].packed = p->packed.data;
-        assert(pages[i - from].raw); // of pages that are only learned from there is no other
+        assert(pages[i - from].raw); // pages that only learning reads are raw
     }
 }
 
@@ -117,7 +117,7 @@ static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t 
 
 // ---- In a request ----
 
-// What another entry of the session was to pack, which has failed.
+// Takes over packing from another entry of the session that has failed.
 static void inherit_packing(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
@@ -262,7 +262,7 @@ static bool prepare_all(struct kvq__queue *q, uint32_t i)
     w->n_items = w->packs.n = 0;
     if (s->dropped)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
-    // Its group has yet to commit, or was undone.
+    // The session's group has yet to commit, or was undone.
     if (w->packing_all && !s->pool->gpu && s->tokens < w->past + q->entries[i].append)
         kvq__packing_release_all(q, w);
     if (q->gpu && !s->dropped)
@@ -271,7 +271,7 @@ static bool prepare_all(struct kvq__queue *q, uint32_t i)
         kvq__gpu_part_none(q, i);
     if (s->dropped || !w->packing_all)
         return true;
-    kvq__pack_sample_end(q->core, &w->sample); // of a wave that did not come about
+    kvq__pack_sample_end(q->core, &w->sample); // from a wave that did not come about
     w->packs.packs = kvq__arena_take(q, s->n_owned * sizeof *w->packs.packs);
     room = w->packs.packs != NULL;
     for (uint32_t l = 0; l < s->n_layers && room; l++)
@@ -382,7 +382,7 @@ struct kvq__job *kvq__background_start(struct kvq__core *core)
         if (!try_session(core, s, &begun))
             kvq__pack_unqueue(s);
     }
-    s = begun ? NULL : kvq__finish_next(core); // those that live come first
+    s = begun ? NULL : kvq__finish_next(core); // live sessions come first
     if (s)
         try_session(core, s, &begun);
     return begun ? &core->packing.packer.job : NULL;

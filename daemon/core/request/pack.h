@@ -7,7 +7,7 @@
 #include "daemon/core/state.h"
 
 // Holds for packing all layers that are packed less far than a view at so many tokens reads, and
-// that nobody else is packing.
+// that no other is packing.
 void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens);
 // Ends holds of the request, which has failed or is done: of all layers, as above; or of the
 // request's one layer, as of kvq__hold_layer. What is still due is packed in the background.

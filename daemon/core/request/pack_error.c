@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See pack_error.h.
+// What packing loses. See pack_error.h.
 #include "daemon/core/request/pack_error.h"
 
 #include <assert.h>
@@ -30,7 +30,7 @@ void kvq__pack_sample_begin(const struct kvq__session *session, uint32_t layer, 
     uint64_t which = ++s->number * 0x9e3779b97f4a7c15u >> 32;
     uint64_t token = first + which % ((end - first) / unit) * unit;
     s->skip = (uint32_t)(which % session->n_layers);
-    if (token < l->format->sink_tokens) // these are kept as they are
+    if (token < l->format->sink_tokens) // sinks are kept as they are
         return;
     s->next_at = core->now + core->config.pack_error_ns;
     s->taken = true;
@@ -42,8 +42,8 @@ void kvq__pack_sample_begin(const struct kvq__session *session, uint32_t layer, 
     *sample = s;
 }
 
-// Where there is no room the row with the fewest samples makes some, so that formats that somebody
-// makes up only replace each other.
+// When there is no room, the row with the fewest samples goes: formats that a client makes up only
+// replace each other.
 static struct kvq__pack_error *row_of_sample(struct kvq__core *core,
                                              const struct kvq__pack_sample *s)
 {

@@ -82,10 +82,10 @@ const struct kvq_result *kvq__queue_results(const struct kvq__queue *q)
     return q->results;
 }
 
-// ---- What it gives back ----
+// ---- What a request gives back ----
 
-// A STEP that did not get as far as its commit. Before the stream takes over what the request
-// holds: its end tells nobody.
+// Leaves the step of a STEP that did not get as far as its commit. Runs before the stream takes
+// over what the request holds, since the stream's end tells nobody.
 static void leave_own_step(struct kvq__queue *q, struct kvq__entry *w)
 {
     if (w->tail_use && w->session->step == &q->own_step)
@@ -134,7 +134,7 @@ void kvq__request_release(struct kvq__queue *q)
 
 // ---- Waves, stages, jobs ----
 
-// The entry of the wave that the item belongs to: the last one that starts at or before it.
+// The wave's entry that an item belongs to: the last one that starts at or before the item.
 static uint32_t entry_of_item(const struct kvq__queue *q, uint32_t item)
 {
     uint32_t low = 0, high = q->wave_to - q->wave_from;
@@ -158,7 +158,7 @@ static void run_wave_item(struct kvq__job *job, uint32_t item, void *workspace)
 }
 
 // Opens a chunk for the next wave; false if there is no room yet. If the stream cannot wait for the
-// client, no entry may run: the client is yet to write what the work would read.
+// client, all entries fail: the client is yet to write what they would read.
 static bool open_chunk(struct kvq__queue *q)
 {
     int rc = kvq__work_stream_open_for(q);
@@ -168,8 +168,9 @@ static bool open_chunk(struct kvq__queue *q)
     return rc != 0;
 }
 
-// Finds the place of the next entries; a wave is for one place. False if its work stream has no
-// room yet. After the last pass the chunk stays open: closing it hands over what the request holds.
+// Finds the place of the next entries; a wave is for one place. False if the place's work stream
+// has no room yet. After the last pass the chunk stays open: closing it hands over what the request
+// holds.
 static bool wave_place(struct kvq__queue *q)
 {
     uint32_t i = q->wave_to;
@@ -194,7 +195,7 @@ static uint32_t most_ops(const struct kvq__queue *q, uint32_t i)
     return idle ? KVQ_MAX_GPU_BURST : kvq__work_stream_ops_left(q->stream);
 }
 
-// Prepares an entry. Whether it fits into the wave, with what its work on a GPU will take.
+// Prepares an entry. True if it fits into the wave, with what its work on a GPU will take.
 static bool fits(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
@@ -216,7 +217,7 @@ static bool wave_next(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
     assert(q->wave_to >= q->wave_more && q->pass < q->n_passes);
-    if (q->wave_more) // the last wave's last entry goes on
+    if (q->wave_more) // the last wave cut its last entry short
         q->wave_to--;
     uint32_t i = q->wave_to;
     q->wave_more = false;
@@ -245,8 +246,8 @@ static bool wave_next(struct kvq__queue *q)
             break;
         if (q->gpu && (used > 0 || q->arena_bytes < q->core->config.work_stream_bytes ||
                        q->stream->use->ops > KVQ__CHUNK_OPS))
-            return kvq__work_stream_again(q); // for a larger chunk, and a stream with nothing to do
-        kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
+            return kvq__work_stream_again(q);  // for a larger chunk on an idle stream
+        kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // the entry needs more than the whole arena
     }
     q->wave_to = i;
     if (pass->gather && i > q->wave_from && !q->gpu)
@@ -254,7 +255,7 @@ static bool wave_next(struct kvq__queue *q)
     return i > q->wave_from;
 }
 
-// Enqueues the wave's work. If that fails all entries of the wave fail.
+// Enqueues the wave's work. If that fails, all entries of the wave fail.
 static void wave_enqueue(struct kvq__queue *q)
 {
     assert(q->stream && q->stream->gpu == q->gpu);
@@ -397,9 +398,9 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
 
 // ---- Start, continue, end ----
 
-// What was refused, and why: for whoever looks for a client's fault without the client's own log.
-// Requests come at any rate, and a client that repeats one tells no more by it. `failed`: the entry
-// that was refused; NULL: the request as a whole was.
+// Tells what was refused, and why, for whoever looks for a client's fault without the client's own
+// log. Once a second and client, as requests come at any rate. `failed`: the entry that was
+// refused; NULL: the request as a whole was.
 static void tell_refused_request(struct kvq__queue *q, const struct kvq_entry_wire *failed,
                                  int status)
 {
@@ -438,8 +439,8 @@ static void count_refusal(struct kvq__queue *q)
     tell_refused_request(q, q->completion.status == 0 ? &q->entries[i] : NULL, status);
 }
 
-// Nobody reads the results of a request that has failed as a whole: what its entries report is
-// left to the next one, unless another step has begun since.
+// Nobody reads the results of a request that has failed as a whole: what its entries would report
+// is left to the writer's next request, unless another step has begun since.
 static void take_reports_back(struct kvq__queue *q)
 {
     struct kvq__handle *h;
@@ -524,7 +525,7 @@ static void reset_works(struct kvq__queue *q)
 static bool waits_for_loading(const struct kvq__queue *q, const struct kvq__session *s)
 {
     uint32_t layer = q->header.layer;
-    if (s->n_loading == 0 || kvq__is_turning_back(s)) // those never come
+    if (s->n_loading == 0 || kvq__is_turning_back(s)) // layers of a session turning back never come
         return false;
     switch (q->header.op) {
     case KVQ_OP_NOP:
@@ -556,14 +557,14 @@ static bool request_must_wait(struct kvq__queue *q)
         return false;
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
-            wait |= up->park_asks(q, i, h->session) || // all that are away are asked for at once
+            wait |= up->park_asks(q, i, h->session) || // asks for all that are away
                     kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || up->move_asks(h->session) ||
                     kvq__gpu_commit_asks(q, i, h) || waits_for_loading(q, h->session) ||
                     up->demoted_asks(q, i, h);
     return wait;
 }
 
-// While the request waits, evictions should not take its other sessions: they count as used.
+// Marks the request's other sessions as used: while it waits, evictions should not take them.
 static void keep_others(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
@@ -614,7 +615,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     return operations[q->header.op].start(q);
 }
 
-// The work stream of a request on a stream always signals in the end, so it must have room for the
+// The work stream of a request on a stream always signals in the end, so it must have room for that
 // signal.
 static enum kvq__progress begin_request(struct kvq__queue *q)
 {
@@ -649,11 +650,11 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *q)
         return q->gpu_wait ? begin_request(q) : attempt(q);
     if (q->gpu_wait == KVQ__GPU_END && !q->client->gone)
         return all_ended(q);
-    // Accept has moved committed rows by now, so it goes on to its end.
+    // An ACCEPT has moved committed rows by now, so it goes on to its end.
     if (q->client->gone && q->header.op != KVQ_OP_ACCEPT) {
         if (kvq__queue_gpu_idle(q))
             return kvq__request_end(q, KVQ_E_CANCELLED);
-        q->gpu_wait = KVQ__GPU_END; // what it holds is in use there
+        q->gpu_wait = KVQ__GPU_END; // the GPU uses what the request holds
         return KVQ__GPU;
     }
     if (q->gpu_wait == KVQ__GPU_END)

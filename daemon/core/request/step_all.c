@@ -98,13 +98,13 @@ static int check_step_all(struct kvq__queue *q, uint32_t i)
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
 }
 
-// Tokens that the session will have.
+// Tokens of the session after the step.
 static uint64_t tokens_of(const struct kvq__queue *q, uint32_t i)
 {
     return q->work[i].past + q->entries[i].append;
 }
 
-// On a GPU tables also wait for what another work stream packs that they name.
+// Whether a layer has to wait. On a GPU tables also wait until units that they name are packed.
 static bool layer_must_wait(const struct kvq__queue *q, uint32_t i, const struct kvq__layer *l)
 {
     const struct kvq__session *s = q->work[i].session;
@@ -132,10 +132,10 @@ static int begin_step_all_entry(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = q->work[i].session;
     if (q->entries[i].append == 0)
         return 0;
-    if (s->step) // it stands in two entries
+    if (s->step) // two entries name the session
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     int rc = kvq__ids_bring(q, i, q->entries[i].append);
-    // Taken already, unless an earlier entry of the session has failed.
+    // The request took the pages before, unless an earlier entry of the session has failed.
     rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i), NULL);
     if (rc < 0) {
         kvq__admission_untake(q, i);
@@ -151,7 +151,7 @@ static void hold_step_all_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     kvq__hold(q, i);
-    if (q->entries[i].append == 0) // what it publishes stays until then, whatever its writer does
+    if (q->entries[i].append == 0) // keeps what the entry publishes, whatever the writer does
         kvq__hold_reading(q, i);
     kvq__hold_packing(q, i, tokens_of(q, i));
     w->table = w->handle->table;
@@ -159,9 +159,9 @@ static void hold_step_all_entry(struct kvq__queue *q, uint32_t i)
         w->table->uses++;
 }
 
-// A session that stands in several entries would be published as it never was: on a GPU work of all
-// entries is enqueued before any of it has been done, and on the host one entry packs for all.
-// So one that publishes has the session to itself.
+// An entry that publishes a session has it to itself. Named by several entries, the session would
+// be published as it never was: a GPU's work for all entries is enqueued before any of it is done,
+// and on the host one entry packs for all.
 static void check_once(struct kvq__queue *q)
 {
     uint64_t check = ++q->core->last.check;
@@ -288,7 +288,7 @@ static bool prepare_store(struct kvq__queue *q, uint32_t i)
         kvq__gpu_part_none(q, i);
     if (q->entries[i].append == 0)
         return true;
-    if (s->dropped || s->in_step.serial != w->step_serial) { // dropped, taken over
+    if (s->dropped || s->in_step.serial != w->step_serial) { // the step is over
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
     }
@@ -327,7 +327,7 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    if (q->entries[i].append == 0 || s->pool->gpu) // a GPU's end is to come
+    if (q->entries[i].append == 0 || s->pool->gpu) // a GPU's work has yet to end
         return;
     struct kvq_store_counts sum = kvq__store_counts_sum(w->all.counts, w->n_items);
     if (s->in_step.serial != w->step_serial) {
@@ -357,7 +357,7 @@ static bool prepare_publish(struct kvq__queue *q, uint32_t i)
     return !q->gpu || kvq__gpu_publish_prepare(q, i);
 }
 
-// What it will be if its values are finite: on a GPU nobody knows yet.
+// The result if all values are finite: on a GPU nobody knows that yet.
 static void finish_on_gpu(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
@@ -375,7 +375,7 @@ static void finish_publish(struct kvq__queue *q, uint32_t i)
     }
     if (s->dropped)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
-    else if (q->entries[i].append > 0) // another shard's entry may have undone it
+    else if (q->entries[i].append > 0) // another shard's entry may have undone the step
         kvq__step_recheck(s, &q->results[i]);
     if (!kvq__entry_alive(q, i) || s->in_step.prepared) // tables of groups wait for a later request
         return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Changes of course: truncate, and accept, which keeps some of the last tokens. Both wait until
-// nobody reads the session, and while they wait no new reader starts.
+// Changes of course: truncate, and accept, which keeps some of the last tokens. Both wait until no
+// request reads the session, and while they wait no new reader starts.
 #include <assert.h>
 #include <string.h>
 
@@ -11,7 +11,7 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
-// What both ask of an entry: `back` tokens are to be looked at again.
+// The check of both operations for an entry: `back` tokens are to be looked at again.
 static int check_change(struct kvq__queue *q, uint32_t i, uint64_t back)
 {
     int rc = kvq__entry_open_at(q, i, true);
@@ -24,7 +24,7 @@ static int check_change(struct kvq__queue *q, uint32_t i, uint64_t back)
     if (back > s->tokens - s->floor)
         return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, s->floor);
     if (kvq__tables_need(s, q->work[i].handle->table,
-                         s->tokens - back)) // others read where they are
+                         s->tokens - back)) // other clients read those tokens in their contexts
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     return 0;
 }
@@ -45,7 +45,7 @@ static bool take_sessions(struct kvq__queue *q)
         if (!kvq__entry_alive(q, i))
             continue;
         struct kvq__session *s = q->work[i].session;
-        if (s->exclusive) { // stands in the request twice
+        if (s->exclusive) { // the request names the session twice
             kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
             continue;
         }
