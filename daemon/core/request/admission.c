@@ -97,7 +97,6 @@ void kvq__admission_took(struct kvq__queue *q, uint32_t i, uint64_t bytes)
         both[k]->in_the_way.reach -= kvq__min(both[k]->in_the_way.reach, bytes);
 }
 
-// The entry has its pages, or was refused: its need counts no longer.
 static void entry_is_over(struct kvq__queue *q, uint32_t i, bool refused)
 {
     const struct kvq__need *need = &q->work[i].need;
@@ -114,7 +113,6 @@ static void entry_is_over(struct kvq__queue *q, uint32_t i, bool refused)
     }
 }
 
-// `least`: bytes that are missing at least.
 static struct kvq__need need_of_request(struct kvq__queue *q, const struct kvq__shortage *shortage,
                                         uint64_t least)
 {
@@ -164,15 +162,15 @@ static uint64_t sharers(const struct kvq__queue *q)
     return (uint64_t)q->core->room.n_waiting * q->turn.ns->n_waits * w->n;
 }
 
-// How far apart the request's looks are, by the work of its last look.
+// The time between the request's looks, by the work of the last one.
 static uint64_t looks_apart(const struct kvq__queue *q, uint64_t least)
 {
     uint64_t apart = kvq__max(APART_NS, q->turn.look_work * VISIT_NS);
     return kvq__max(least, sharers(q) * apart);
 }
 
-// When the request may next be tried from the start, by the work of its last try. `not_before`
-// stands for the last tries of its namespace.
+// When the next try from the start may be, by the work of the last one. `not_before`: by the last
+// tries of its namespace.
 static uint64_t next_try(const struct kvq__queue *q, uint64_t least, uint64_t not_before)
 {
     uint64_t apart = sharers(q) * q->turn.work * TRY_NS;
@@ -191,7 +189,7 @@ static uint64_t work_of_try(const struct kvq__queue *q)
     return work;
 }
 
-// Notes a try from the start after which the request waits.
+// A try has ended, and the request waits.
 static void note_try(struct kvq__queue *q)
 {
     struct kvq__namespace *ns = q->turn.ns;
@@ -267,7 +265,6 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused)
     q->turn.seen = changes(q);
 }
 
-// Sets when the request looks again even if nothing has changed.
 static void look_again(struct kvq__queue *q, uint64_t look_at)
 {
     uint64_t now = q->core->now;
@@ -290,8 +287,7 @@ static const struct kvq__queue *first_unseen(const struct kvq__core *core, struc
     return line->unseen;
 }
 
-// Whether what became free may be for an older waiter, for the same pool or below the same limit of
-// the namespace.
+// Whether what became free may be for an older waiter: for the same pool or limit.
 static bool others_come_first(const struct kvq__queue *q)
 {
     struct kvq__core *core = q->core;
@@ -499,9 +495,8 @@ static const struct kvq__session *refused_session(const struct kvq__queue *q)
     return s->ns == refused->ns && kvq__shortage_counts(refused, s) ? s : NULL;
 }
 
-// Whether a request whose turn it is waits on without another try from the start, since the room
-// that it lacked at the last try still seems not to be there. Only the next try sees what has
-// changed of its sessions meanwhile.
+// Whether a request whose turn it is waits on, since the room that it lacked at its last try seems
+// not to be there. Only the next try sees what has changed of its sessions.
 static bool waits_on(struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
@@ -511,7 +506,7 @@ static bool waits_on(struct kvq__queue *q)
     q->turn.hoped = false;
     if (core->now >= next_try(q, LOOK_NS, q->turn.ns->next_try))
         return false;
-    refused.later = false; // what was to become free later may be free now
+    refused.later = false; // what was free only later may be free now
     if (s && q->turn.need.missing > kvq__shortage_free(&refused) &&
         wait_for_room(q, s, &refused, q->turn.need, NULL, false)) {
         q->turn.hoped = in_vain;
@@ -578,7 +573,7 @@ static bool waits_for_all(struct kvq__queue *q, uint32_t i, const struct kvq__sh
     return is_short(q, refused, need.missing) && ask_for_room(q, i, refused, need, false);
 }
 
-// Whether a request that has waited still waits for that room, without another try.
+// As waits_for_all, for a request that has waited, without another try.
 static bool waits_still(struct kvq__queue *q)
 {
     struct kvq__shortage refused = q->turn.refused;
@@ -588,14 +583,13 @@ static bool waits_still(struct kvq__queue *q)
     assert(q->turn.ticket && i < q->header.count);
     if (!kvq__entry_alive(q, i))
         return false;
-    refused.later = false; // what was to become free later may be free now
+    refused.later = false; // what was free only later may be free now
     const struct kvq__session *s = q->work[i].session;
     return s->ns == refused.ns && kvq__shortage_counts(&refused, s) &&
            waits_for_all(q, i, &refused);
 }
 
-// Whether the request waits for what its entries not refused so far lack; reports the refusal if
-// not.
+// Whether the request waits for what its entries not refused lack; reports the refusal if not.
 static bool waits_for_the_rest(struct kvq__queue *q, uint32_t i,
                                const struct kvq__shortage *refused)
 {
@@ -640,7 +634,6 @@ void kvq__admission_untake(struct kvq__queue *q, uint32_t i)
     kvq__pages_unreserve(s, kvq__pages_of(s->tokens + s->in_step.tokens));
 }
 
-// Gives back what the entry took, once the request waits.
 static void give_back(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// STEPs that end on a GPU. See gpu_commit.h.
+// See gpu_commit.h.
 #include "daemon/core/request/gpu_commit.h"
 
 #include <assert.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Waves on a GPU: recipes, copies and launches. See gpu_wave.h.
+// See gpu_wave.h.
 #include "daemon/core/request/gpu_wave.h"
 
 #include <assert.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What packing loses. See pack_error.h.
+// See pack_error.h.
 #include "daemon/core/request/pack_error.h"
 
 #include <assert.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which sessions are evicted, where they go, and what has become of them. See evict.h.
+// Which sessions are evicted, where to, and what becomes of them. See evict.h.
 #include "daemon/core/residency/evict.h"
 
 #include <assert.h>
@@ -33,9 +33,9 @@ double kvq__score(const struct kvq__score *s)
     return (double)s->idle * (double)s->gain / cost;
 }
 
-// The part of a session's blocks that would be free without the session. The index of prefixes
-// gives way, and restores and saves let go soon. With `shared` also the session's share of blocks
-// that other sessions have as well.
+// The part of a session's blocks that nobody else has. The index of prefixes gives way, and
+// restores and saves let go soon. With `shared` also the session's share of blocks that others have
+// as well.
 static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns, bool shared)
 {
     uint32_t seen = 0, passing = kvq__session_saves(s) + (s->restore && s->restore->entered);
@@ -140,13 +140,13 @@ static void note_victim(struct choice *c, struct victim v)
     c->victims[at] = v;
 }
 
-// The caller waits for work that ends by itself, and is to look again soon.
+// The caller waits for what ends by itself, and is to look again.
 static void look_soon(const struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
     *asked->look_at = kvq__min(*asked->look_at, core->now + KVQ__LEAST_LOOK_NS);
 }
 
-// What a look has found of a group of shards as a whole.
+// Of a group of shards as a whole.
 struct look {
     bool used, held, pinned, own, claimed; // held: in use for as long as a client likes
     uint64_t gain, bytes, unsaved, idle, back, try_after;
@@ -229,8 +229,8 @@ static bool consider(struct choice *c, struct kvq__session *s)
     return true;
 }
 
-// Counts memory of sessions that are being read from disk or moved here. That work ends by itself;
-// then these sessions can go, or their memory is free.
+// Counts sessions that are being read from disk or moved here: such work ends by itself, and then
+// these sessions can go, or their memory is free.
 static void consider_coming(const struct kvq__core *core, struct choice *c)
 {
     const struct kvq__eviction_request *asked = c->asked;
@@ -275,8 +275,8 @@ static struct kvq__session *group_of(struct kvq__session *s)
     return first;
 }
 
-// Looks at the `most` sessions of the arena used longest ago, and estimates the gain of the others.
-// If there are others, sessions that cannot go move behind them.
+// Looks at the `most` sessions used longest ago, and estimates the gain of the others. If there are
+// others, sessions that cannot go move behind them.
 static void consider_some(struct choice *c, struct kvq__arena *arena, uint32_t most)
 {
     uint64_t before = c->all;
@@ -337,8 +337,8 @@ struct under_way {
     bool takes;      // another one can begin
 };
 
-// The slot for one more eviction that the namespace `by` asks for; NULL: there are enough. No
-// eviction begins beside a demotion, since moves copy one at a time.
+// The slot for one more eviction for the namespace `by`; NULL: there are enough. None begins beside
+// a demotion, since moves copy one at a time.
 static struct kvq__evicting *free_slot(struct kvq__core *core, const struct kvq__pool *pool,
                                        const struct kvq__namespace *by)
 {
@@ -403,7 +403,7 @@ static int send(struct kvq__session *s, enum way way, enum kvq__park_reason reas
 }
 
 // Leaves the session, or all demotions, alone for a while: the reason may last. A session in use
-// again needs no mark, since its use keeps it from going.
+// again stays for that alone.
 static void note_failed(struct kvq__session *s, bool demotes, int status)
 {
     uint64_t after = s->core->now + TRY_AGAIN_NS;
@@ -413,7 +413,7 @@ static void note_failed(struct kvq__session *s, bool demotes, int status)
         s->evict.try_after = after;
 }
 
-// Whether there was no ticket, or no memory for one, which says nothing against the session.
+// No ticket, or no memory for one, says nothing against the session.
 static bool lacks_ticket(const struct victim *v, int status)
 {
     return status == KVQ_E_LIMIT || (status == KVQ_E_NO_MEMORY && v->way == TO_DISK);
@@ -468,9 +468,9 @@ static bool gives_back(const struct kvq__move *move, const struct kvq__pool *poo
     return false;
 }
 
-// Bytes of blocks that no session has any more, but that work under way may still look at. Such
-// work takes for ever if a client's stream stands still, and others may be quicker to take the
-// blocks: a caller counts them only until it has waited for GIVEN_UP_NS.
+// Bytes of blocks that no session has, but that work under way may still look at. A client's stream
+// may stand still for ever, and others may be quicker to take the blocks: a caller that has waited
+// for GIVEN_UP_NS does not count them.
 static uint64_t given_up(const struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
     const struct kvq__namespace *ns;
@@ -641,7 +641,7 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
     wake_all(core); // also after a failure
 }
 
-// Whether the eviction has ended: the session's memory is free, or the session stays.
+// Whether the eviction has ended: its memory is free, or the session stays.
 static bool look_at_end(struct kvq__core *core, const struct kvq__evicting *e, int *status,
                         uint64_t *bytes)
 {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How moves go from phase to phase, and how they are asked for. See move.h.
+// See move.h.
 #include "daemon/core/residency/move.h"
 
 #include <assert.h>
@@ -25,7 +25,6 @@ struct kvq__move *kvq__move_after(const struct kvq__core *core, const struct kvq
                                                  KVQ__MOVE_TICKETS);
 }
 
-// Enters a phase, which begins at the first block.
 static void move_enter(struct kvq__move *move, enum kvq__phase to)
 {
     kvq__ticket_enter(&move->ticket, to);
@@ -33,7 +32,6 @@ static void move_enter(struct kvq__move *move, enum kvq__phase to)
     move->ref = 0;
 }
 
-// Ends a move whose parts have been given back.
 static void move_over(struct kvq__move *move)
 {
     kvq__deallocate(move->ticket.core, move->moved, move->room * sizeof *move->moved);
@@ -75,7 +73,7 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
     return 0;
 }
 
-// Takes work streams at the new place: every client that has the session open will enqueue there.
+// Every client that has the session open will enqueue at the new place.
 static int take_streams(const struct kvq__session *s, struct kvq__pool *to)
 {
     const struct kvq__handle *h;
@@ -87,7 +85,7 @@ static int take_streams(const struct kvq__session *s, struct kvq__pool *to)
     return rc;
 }
 
-// Frees a session's part of a move; `drop` is for the blocks that the part still has.
+// drop: of the blocks that the part still has.
 static void free_part(struct kvq__namespace *ns, struct kvq__moved *m, const struct kvq__drop *drop)
 {
     struct kvq__core *core = ns->core;
@@ -124,7 +122,6 @@ static void unequip(struct kvq__moved *m, struct kvq__gpu *gpu)
     m->counts = NULL;
 }
 
-// Makes a page table for the other place.
 static int take_sheets(struct kvq__namespace *ns, struct kvq__moved *m)
 {
     uint32_t n = (m->n_pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
@@ -174,7 +171,7 @@ static void finish_move(struct kvq__move *move, int status)
                move->ticket.name, 0, text);
 }
 
-// Whether the move holds its sessions, and takes or has taken blocks for them.
+// Whether the move holds its sessions, and maybe blocks for them.
 static bool move_has_begun(const struct kvq__move *move)
 {
     return move->ticket.phase != KVQ__QUEUED && move->ticket.phase != KVQ__WAITING;
@@ -191,7 +188,7 @@ static void let_go_of_moved(struct kvq__move *move, struct kvq__moved *m)
         kvq__session_unref(s);
 }
 
-// Exempts the new block of each pair instead of the old: the move has failed, and the new one goes.
+// The move has failed: of each pair the new block goes, and so is the exempt one.
 static void exempt_new(struct kvq__moved *m)
 {
     for (uint64_t ref = 0; ref < kvq__moved_refs(m); ref++) {

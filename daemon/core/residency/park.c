@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Parking sessions, and bringing them back. See park.h.
+// See park.h.
 #include "daemon/core/residency/park.h"
 
 #include <assert.h>

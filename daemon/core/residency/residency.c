@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where a session's blocks are: the ways between states. See residency.h.
+// See residency.h.
 #include "daemon/core/residency/residency.h"
 
 #include <assert.h>

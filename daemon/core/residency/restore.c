@@ -142,7 +142,6 @@ static int check_restored_counts(const struct kvq__session *s, char *text)
                      (unsigned long long)s->floor, s->max_rollback);
 }
 
-// Sets how far the session's layers are, and how many pages it has.
 static int set_layers(struct kvq__session *s, const struct kvq__saved *saved, char *text)
 {
     const char *why;
@@ -205,7 +204,6 @@ static void cut_at_good(struct kvq__session *s, uint64_t good)
 
 // ---- The page table ----
 
-// Makes the session's page table, without any block.
 static int make_table(struct kvq__session *s, char *text)
 {
     uint32_t pages = s->n_pages;
@@ -332,7 +330,6 @@ static int cut_to_prefix(struct kvq__session *s, const struct kvq__saved *saved,
     return 0;
 }
 
-// Sets the session's counts, cut if need be, and makes its page table.
 static int prepare_restored(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;

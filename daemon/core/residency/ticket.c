@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tickets. See ticket.h.
+// See ticket.h.
 #include "daemon/core/residency/ticket.h"
 
 #include <assert.h>
