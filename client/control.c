@@ -5,11 +5,12 @@
 //
 // A call that stops waiting leaves nothing behind: the next packet tells the daemon to give back
 // what the call may have made, its late reply is skipped by the next call, and a connection
-// whose packets the daemon does not even take is ended.
+// of which the daemon took no packet for all of timeout_ms, though it was full, is ended.
 #include "client/internal.h"
 
 #include <assert.h>
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -50,7 +51,9 @@ static bool stand_in_line(struct kvq__turn *turn, uint64_t deadline_ns)
     int error = 0;
     TAILQ_INSERT_TAIL(&turn->waits, &wait, link);
     while (!wait.over && error == 0)
-        error = pthread_cond_timedwait(&turn->passed, &turn->mutex, &until);
+        error = deadline_ns == KVQ__NO_DEADLINE
+                    ? pthread_cond_wait(&turn->passed, &turn->mutex)
+                    : pthread_cond_timedwait(&turn->passed, &turn->mutex, &until);
     assert(error == 0 || error == ETIMEDOUT);
     if (!wait.over)
         TAILQ_REMOVE(&turn->waits, &wait, link);
@@ -61,14 +64,19 @@ int kvq__turn_take(kvq_client *client, const char *what, uint64_t deadline_ns)
 {
     struct kvq__turn *turn = &client->turn;
     pthread_mutex_lock(&turn->mutex);
-    bool ours = !turn->taken || stand_in_line(turn, deadline_ns);
+    bool waits = turn->taken, ours = !waits || stand_in_line(turn, deadline_ns);
     turn->taken = true;
     pthread_mutex_unlock(&turn->mutex);
-    return ours ? KVQ_OK
-                : kvq__set_error(KVQ_E_DEADLINE,
-                                 "%s: calls of other threads had this client's connection until "
-                                 "the time for the call was over",
-                                 what);
+    // A call that has no time left is not begun.
+    bool late = ours && waits && kvq_now_ns() >= deadline_ns;
+    if (late)
+        kvq__turn_pass(client);
+    return ours && !late
+               ? KVQ_OK
+               : kvq__set_error(KVQ_E_DEADLINE,
+                                "%s: calls of other threads had this client's connection until "
+                                "the time for the call was over",
+                                what);
 }
 
 void kvq__turn_pass(kvq_client *client)
@@ -142,7 +150,7 @@ static int check_call_reply(struct kvq__call *call, uint32_t n_fds)
     return KVQ_OK;
 }
 
-// Numbers, packs and sends a request. Without a text when the deadline passes.
+// Numbers, packs and sends a request. KVQ_E_DEADLINE, without a text: the connection is full.
 static int send_call(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns)
 {
     size_t length;
@@ -154,24 +162,62 @@ static int send_call(kvq_client *client, struct kvq__call *call, uint64_t deadli
         return kvq__set_error(rc, "%s: the request does not fit a packet of %d bytes", call->what,
                               KVQ_MAX_MESSAGE);
     rc = kvq__socket_send(client->socket, client->packet, length, call->send_fd, deadline_ns);
-    // What cannot even be handed over can never be taken back. The daemon sees the connection's
-    // end when it looks again, behind all that it has not taken yet.
-    if (rc == KVQ_E_DEADLINE)
-        shutdown(client->socket, SHUT_RDWR);
+    if (rc == KVQ_OK)
+        client->sent_ns = kvq_now_ns();
     return rc;
 }
 
-// Asks the daemon to undo the last exchange, for a caller that cannot use its result. Waits for
-// nothing.
-static void give_back(kvq_client *client)
+// Asks the daemon to undo a request, for a caller that cannot use its result.
+static int send_cancel(kvq_client *client, uint32_t id, uint64_t deadline_ns)
 {
     Kvq__Cancel message = KVQ__CANCEL__INIT;
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "giving up a request"};
-    message.request = client->next_id;
+    message.request = id;
     call.request.command_case = KVQ__REQUEST__COMMAND_CANCEL;
     call.request.cancel = &message;
-    send_call(client, &call, 0);
+    return send_call(client, &call, deadline_ns);
+}
+
+// Has the daemon undo the last exchange. Waits for nothing, and keeps the error text: where the
+// connection is full, the next call says it first.
+static void give_back(kvq_client *client)
+{
+    char text[KVQ__TEXT_BYTES];
+    uint32_t id = client->next_id;
+    snprintf(text, sizeof text, "%s", kvq_error_text());
+    int rc = send_cancel(client, id, 0);
+    client->given_up = rc == KVQ_E_DEADLINE ? id : 0;
+    if (rc)
+        kvq__set_error(rc, "%s", text);
+}
+
+// Sends a request behind what is to be said first.
+static int send_in_order(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns)
+{
+    int rc = client->given_up ? send_cancel(client, client->given_up, deadline_ns) : KVQ_OK;
+    if (rc)
+        return rc;
+    client->given_up = 0;
+    return send_call(client, call, deadline_ns);
+}
+
+// The connection is full. Since the last packet that went in the daemon has taken none; where that
+// was long ago the connection is ended, of whose requests nobody knows what becomes. The daemon
+// sees its end when it looks again, behind all that it has not taken yet.
+static int not_taken(kvq_client *client, const char *what)
+{
+    if (kvq_now_ns() < client->sent_ns + (uint64_t)client->timeout_ms * 1000000u)
+        return kvq__set_error(KVQ_E_DEADLINE,
+                              "%s: earlier requests filled the connection until the time for the "
+                              "call was over, so it was not sent",
+                              what);
+    shutdown(client->socket, SHUT_RDWR);
+    return kvq__set_error(KVQ_E_DISCONNECTED,
+                          "%s: the daemon took no requests for %u ms and earlier ones fill the "
+                          "connection, so it was closed; see whether kvqd is stopped; kvq_reattach "
+                          "connects again",
+                          what, client->timeout_ms);
 }
 
 // What the daemon made is no use without its descriptors.
@@ -205,7 +251,7 @@ static uint32_t patience_of(const kvq_client *client, const struct kvq__call *ca
     return call->patience_ms ? call->patience_ms : client->timeout_ms;
 }
 
-static int exchange(kvq_client *client, struct kvq__call *call, uint64_t deadline)
+int kvq__exchange(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns)
 {
     uint32_t timeout_ms = patience_of(client, call);
     uint32_t n_fds = 0;
@@ -214,17 +260,12 @@ static int exchange(kvq_client *client, struct kvq__call *call, uint64_t deadlin
     if (client->socket < 0)
         return kvq__set_error(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
                               call->what);
-    int rc = send_call(client, call, deadline);
+    int rc = send_in_order(client, call, deadline_ns);
     if (rc == KVQ_E_DEADLINE)
-        return kvq__set_error(
-            KVQ_E_DISCONNECTED,
-            "%s: the daemon took no requests for %u ms and earlier ones fill the "
-            "connection, so it was closed; see whether kvqd is stopped; kvq_reattach "
-            "connects again",
-            call->what, timeout_ms);
+        return not_taken(client, call->what);
     // Even where the connection is closed there may be words why.
     if (rc == 0 || rc == KVQ_E_DISCONNECTED)
-        rc = receive_reply(client, call, &n_fds, &lost, deadline);
+        rc = receive_reply(client, call, &n_fds, &lost, deadline_ns);
     if (rc == KVQ_E_DEADLINE) {
         give_back(client);
         return kvq__set_error(rc, "%s: the daemon did not answer within %u ms", call->what,
@@ -233,9 +274,31 @@ static int exchange(kvq_client *client, struct kvq__call *call, uint64_t deadlin
     return rc ? rc : take_reply(client, call, n_fds, lost);
 }
 
-int kvq__exchange(kvq_client *client, struct kvq__call *call)
+void kvq__tell(kvq_client *client, struct kvq__call *call)
 {
-    return exchange(client, call, deadline_in(patience_of(client, call)));
+    uint8_t rest[64]; // replies are longer, and nobody waits for them
+    int fds[KVQ_MAX_PACKET_FDS], rc;
+    uint32_t n_fds;
+    size_t n;
+    bool lost;
+    assert(call->what && !call->take);
+    if (client->socket < 0)
+        return;
+    do {
+        rc = kvq__socket_receive(client->socket, rest, sizeof rest, &n, fds, &n_fds, &lost, 0);
+        if (rc == KVQ_OK)
+            kvq__close_fds(fds, n_fds);
+    } while (rc == KVQ_OK || rc == KVQ_E_PROTOCOL);
+    send_in_order(client, call, 0);
+}
+
+int kvq__ask_in_any_case(kvq_client *client, struct kvq__call *call)
+{
+    int rc = kvq__turn_take(client, call->what, KVQ__NO_DEADLINE);
+    assert(rc == KVQ_OK);
+    rc = kvq__exchange(client, call, deadline_in(patience_of(client, call)));
+    kvq__turn_pass(client);
+    return rc;
 }
 
 int kvq__ask(kvq_client *client, struct kvq__call *call)
@@ -244,7 +307,7 @@ int kvq__ask(kvq_client *client, struct kvq__call *call)
     int rc = kvq__turn_take(client, call->what, deadline);
     if (rc)
         return rc;
-    rc = exchange(client, call, deadline);
+    rc = kvq__exchange(client, call, deadline);
     kvq__turn_pass(client);
     return rc;
 }

@@ -19,7 +19,8 @@
 //
 // Three locks, taken in this order:
 //   turn      the attach socket: one control call at a time has it, from request to reply. Others
-//             stand in a queue for it, no longer than their own time lasts
+//             stand in a queue for it, no longer than their own time lasts; those that close what
+//             must not stay open, for as long as it takes
 //   own       what this process does without the daemon: pinning buffers, starting the watch
 //   table     handles, shapes, the lists of queues, buffers and pools, and the queues' timelines as
 //             the watch sees them; held for moments only
@@ -51,7 +52,8 @@ enum {
     KVQ__UUID_BYTES = 16,
     KVQ__PLACE_BYTES = 48,
 };
-#define KVQ__ANY_FDS UINT32_MAX
+#define KVQ__ANY_FDS     UINT32_MAX
+#define KVQ__NO_DEADLINE UINT64_MAX
 
 // ---- Objects ----
 
@@ -201,6 +203,8 @@ struct kvq_client {
     int socket; // -1 when there is no connection
     uint32_t timeout_ms, spin_us;
     uint32_t next_id;
+    uint32_t given_up;                  // 0 or a request that the daemon has yet to be told to undo
+    uint64_t sent_ns;                   // when the last packet went into the socket
     const struct kvq_daemon_page *page; // NULL when there is no connection
     struct kvq_daemon_info info;
     uint64_t epoch; // of the daemon that was connected to last, all of the way
@@ -289,10 +293,16 @@ struct kvq__call {
 // `take` returned. KVQ_E_DEADLINE also where the call's turn did not come in time: it was not sent
 // then.
 int kvq__ask(kvq_client *client, struct kvq__call *call);
+// The same for callers that can neither fail nor try again: it waits for its turn without a limit,
+// for whoever has the turn ends, and for the daemon as long as ever.
+int kvq__ask_in_any_case(kvq_client *client, struct kvq__call *call);
 // The same for a caller that has the turn.
-int kvq__exchange(kvq_client *client, struct kvq__call *call);
-// Waits for the turn until the deadline (KVQ_E_DEADLINE; one that has passed waits for nothing).
-// what: for the text.
+int kvq__exchange(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns);
+// Sends a request of which nothing comes back, in the caller's turn, and waits for nothing. Where
+// earlier requests fill the connection it is not sent.
+void kvq__tell(kvq_client *client, struct kvq__call *call);
+// Waits for the turn until the deadline (KVQ_E_DEADLINE; one that has passed waits for nothing), or
+// KVQ__NO_DEADLINE. what: for the text.
 int kvq__turn_take(kvq_client *client, const char *what, uint64_t deadline_ns);
 void kvq__turn_pass(kvq_client *client);
 // When a control call that begins now has to end.

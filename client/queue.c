@@ -152,7 +152,7 @@ void kvq_queue_close(kvq_queue **queue)
     call.request.close_queue = &message;
     kvq__timeline_close(q);
     if (!q->dead)
-        kvq__ask(q->client, &call);
+        kvq__ask_in_any_case(q->client, &call);
     kvq__queue_free(q);
     *queue = NULL;
 }

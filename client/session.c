@@ -401,10 +401,11 @@ int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer
 // The handle is removed in the call's turn: the next session that is opened may have its index.
 static int ask_to_end(kvq_client *client, struct kvq__call *call, kvq_session session)
 {
-    int rc = kvq__turn_take(client, call->what, kvq__deadline(client));
+    uint64_t deadline = kvq__deadline(client);
+    int rc = kvq__turn_take(client, call->what, deadline);
     if (rc)
         return rc;
-    rc = kvq__exchange(client, call);
+    rc = kvq__exchange(client, call, deadline);
     if (rc == KVQ_OK || rc == KVQ_E_STALE)
         kvq__handle_remove(client, session);
     kvq__turn_pass(client);

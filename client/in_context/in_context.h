@@ -182,10 +182,13 @@ int kvq__reading_books(kvq_client *client, struct kvq__pool *pool,
 // ---- page_table.c ----
 
 int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *session);
-// Unmaps the table; tells the daemon if the connection is the same, and waits for its answer until
-// the deadline: callers that close many have one for all of them.
+// Unmaps the table, and tells the daemon if the connection is the same. Waits for its turn in any
+// case, and for the daemon's answer no longer than *patience_ns, of which it takes what it waited.
+// With none left it only tells the daemon, and not even that where the connection is full. Callers
+// that close many tables have one patience for all of them: kvq__closing_patience at first.
 void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *session,
-                           uint64_t deadline_ns);
+                           uint64_t *patience_ns);
+uint64_t kvq__closing_patience(const kvq_client *client);
 // Checks the counts of a table: KVQ_OK or KVQ_E_PROTOCOL.
 int kvq__page_table_check(const struct kvq__local_session *session);
 

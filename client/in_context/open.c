@@ -63,13 +63,19 @@ static bool is_refusal(int code)
 
 // Takes a session out that is a member of no step.
 static void forget_session(struct kvq_local *local, struct kvq__local_session *s,
-                           uint64_t deadline_ns)
+                           uint64_t *patience_ns)
 {
     assert(!s->in_step && local->sessions[kvq__handle_index(s->handle)] == s);
-    kvq__page_table_close(local, s, deadline_ns);
+    kvq__page_table_close(local, s, patience_ns);
     local->sessions[kvq__handle_index(s->handle)] = NULL;
     free(s->layers);
     free(s);
+}
+
+static void forget_one(struct kvq_local *local, struct kvq__local_session *s)
+{
+    uint64_t patience = kvq__closing_patience(local->client);
+    forget_session(local, s, &patience);
 }
 
 // Goes through the daemon from now on, with this text. KVQ_E_UNSUPPORTED if it must not.
@@ -91,10 +97,10 @@ static int go_through_daemon(struct kvq_local *local, const char *why)
                               "another kvq_local, or close the graph's bucket first: %s",
                               copy);
     snprintf(local->why, sizeof local->why, "%s", copy);
-    uint64_t deadline = kvq__deadline(local->client);
+    uint64_t patience = kvq__closing_patience(local->client);
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (local->sessions[i])
-            kvq__page_table_close(local, local->sessions[i], deadline);
+            kvq__page_table_close(local, local->sessions[i], &patience);
     return KVQ_OK;
 }
 
@@ -182,10 +188,10 @@ void kvq_local_close(kvq_local **local)
     if (!l)
         return;
     kvq_local_abort(l);
-    uint64_t deadline = kvq__deadline(l->client);
+    uint64_t patience = kvq__closing_patience(l->client);
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (l->sessions[i])
-            forget_session(l, l->sessions[i], deadline);
+            forget_session(l, l->sessions[i], &patience);
     pthread_mutex_lock(&l->client->table);
     LIST_REMOVE(l, link);
     pthread_mutex_unlock(&l->client->table);
@@ -279,7 +285,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
                               "meanwhile: end or abort it first",
                               (unsigned long long)s->handle);
     if (s) // of a handle that was closed
-        forget_session(local, s, kvq__deadline(local->client));
+        forget_one(local, s);
     rc = kvq_session_info(local->client, session, &info);
     if (rc == KVQ_OK)
         rc = check_info(local, &info);
@@ -297,7 +303,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
     local->sessions[kvq__handle_index(session)] = s;
     rc = take_in(local, s);
     if (rc)
-        forget_session(local, s, kvq__deadline(local->client));
+        forget_one(local, s);
     if (rc == KVQ_E_EXISTS) // the daemon knows of page tables, not of who opened them
         return kvq__set_error(rc,
                               "another kvq_local of this client has session %#llx; "
@@ -317,6 +323,6 @@ int kvq_local_remove(kvq_local *local, kvq_session session)
     if (s->in_step)
         return kvq__set_error(KVQ_E_BUSY, "session %#llx is in the step under way: end or abort it",
                               (unsigned long long)session);
-    forget_session(local, s, kvq__deadline(local->client));
+    forget_one(local, s);
     return KVQ_OK;
 }

@@ -161,22 +161,35 @@ int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *s)
 
 // ---- Closing ----
 
-static void tell_closed(kvq_client *client, uint64_t handle, uint64_t deadline_ns)
+// Nothing has to come back of it. So while the daemon stands still the first one waits for it, and
+// the others only send theirs.
+static void tell_closed(kvq_client *client, uint64_t handle, uint64_t *patience_ns)
 {
-    uint64_t now = kvq_now_ns();
-    uint64_t left_ms = deadline_ns > now ? (deadline_ns - now) / 1000000u : 0;
     Kvq__CloseTable message = KVQ__CLOSE_TABLE__INIT;
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a page table"};
     message.handle = handle;
-    call.patience_ms = left_ms ? (uint32_t)left_ms : 1; // enough to send it
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
     call.request.close_table = &message;
-    kvq__ask(client, &call);
+    int rc = kvq__turn_take(client, call.what, KVQ__NO_DEADLINE);
+    assert(rc == KVQ_OK);
+    uint64_t begun = kvq_now_ns();
+    if (*patience_ns)
+        rc = kvq__exchange(client, &call, begun + *patience_ns);
+    else
+        kvq__tell(client, &call);
+    uint64_t taken = kvq_now_ns() - begun;
+    *patience_ns = rc == KVQ_E_DEADLINE || taken >= *patience_ns ? 0 : *patience_ns - taken;
+    kvq__turn_pass(client);
+}
+
+uint64_t kvq__closing_patience(const kvq_client *client)
+{
+    return (uint64_t)client->timeout_ms * 1000000u;
 }
 
 void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s,
-                           uint64_t deadline_ns)
+                           uint64_t *patience_ns)
 {
     kvq_client *client = local->client;
     assert(!s->in_step);
@@ -185,7 +198,7 @@ void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s
         kvq__page_table_gpu_unmap(local, s);
     bool heard = local->connection == client->connection && !local->queue->dead && !client->leaving;
     if (there && heard)
-        tell_closed(client, s->handle, deadline_ns);
+        tell_closed(client, s->handle, patience_ns);
     if (s->table)
         munmap((void *)(uintptr_t)s->table, s->table_bytes);
     s->table = NULL;

@@ -74,7 +74,8 @@ static int take_pool(void *to, struct kvq__call *call)
     return kvq__pool_gpu_open(pool, r, call->n_fds ? call->fds[0] : -1);
 }
 
-static int ask_for_pool(kvq_client *client, const char *place, struct kvq__pool *pool)
+static int ask_for_pool(kvq_client *client, const char *place, uint64_t deadline_ns,
+                        struct kvq__pool *pool)
 {
     Kvq__OpenPool message = KVQ__OPEN_POOL__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
@@ -90,7 +91,7 @@ static int ask_for_pool(kvq_client *client, const char *place, struct kvq__pool 
     call.request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
     call.request.open_pool = &message;
     snprintf(pool->place, sizeof pool->place, "%s", place);
-    return kvq__exchange(client, &call);
+    return kvq__exchange(client, &call, deadline_ns);
 }
 
 // With a reference for the caller, or NULL.
@@ -109,14 +110,14 @@ static struct kvq__pool *find_pool(kvq_client *client, const char *place)
 }
 
 static int make_pool(kvq_client *client, const char *place, const struct kvq__gpu_context *here,
-                     struct kvq__pool **out)
+                     uint64_t deadline_ns, struct kvq__pool **out)
 {
     struct kvq__pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     if (here)
         pool->here = *here;
-    int rc = ask_for_pool(client, place, pool);
+    int rc = ask_for_pool(client, place, deadline_ns, pool);
     if (rc) {
         free(pool);
         return rc;
@@ -133,12 +134,13 @@ int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__gpu_c
                   struct kvq__pool **out)
 {
     *out = NULL;
-    int rc = kvq__turn_take(client, "opening a pool", kvq__deadline(client));
+    uint64_t deadline = kvq__deadline(client);
+    int rc = kvq__turn_take(client, "opening a pool", deadline);
     if (rc)
         return rc;
     struct kvq__pool *pool = find_pool(client, place);
     if (!pool)
-        rc = make_pool(client, place, here, &pool);
+        rc = make_pool(client, place, here, deadline, &pool);
     kvq__turn_pass(client);
     if (rc == KVQ_OK && here && pool->here.context != here->context) {
         kvq__pool_put(client, pool);
@@ -258,7 +260,7 @@ static void lose_extents(struct kvq__pool *pool, const char *why)
     snprintf(pool->cause, sizeof pool->cause, "%s", why);
 }
 
-static int map_more(kvq_client *client, struct extending *e, uint64_t handle)
+static int map_more(kvq_client *client, struct extending *e, uint64_t handle, uint64_t deadline_ns)
 {
     Kvq__MapExtents message = KVQ__MAP_EXTENTS__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
@@ -272,7 +274,7 @@ static int map_more(kvq_client *client, struct extending *e, uint64_t handle)
     call.request.command_case = KVQ__REQUEST__COMMAND_MAP_EXTENTS;
     call.request.map_extents = &message;
     e->more = false;
-    int rc = kvq__exchange(client, &call);
+    int rc = kvq__exchange(client, &call, deadline_ns);
     // Their reply was late, or its descriptors were lost, or they could not be mapped. The daemon
     // tells of them again if it can, since the call was cancelled.
     bool lost = rc == KVQ_E_DEADLINE || rc == KVQ_E_SYSTEM || e->failed;
@@ -281,10 +283,13 @@ static int map_more(kvq_client *client, struct extending *e, uint64_t handle)
     return rc;
 }
 
-int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known)
+// One packet of them, in a turn of its own. What other threads are told of meanwhile they map in
+// their turns, so all that this client was told of is mapped in any turn.
+static int extend_once(kvq_client *client, struct extending *e, uint64_t handle)
 {
-    struct extending e = {.pool = pool, .known = known, .more = true};
-    int rc = kvq__turn_take(client, "mapping extents", kvq__deadline(client));
+    const struct kvq__pool *pool = e->pool;
+    uint64_t deadline = kvq__deadline(client);
+    int rc = kvq__turn_take(client, "mapping extents", deadline);
     if (rc)
         return rc;
     assert(pool->refs > 0);
@@ -293,8 +298,17 @@ int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle
                             "an extent of the daemon's pool could not be mapped earlier (%s); "
                             "kvq_disconnect, or kvq_reattach, to begin anew",
                             pool->cause);
-    while (rc == KVQ_OK && e.more)
-        rc = map_more(client, &e, handle);
+    else
+        rc = map_more(client, e, handle, deadline);
     kvq__turn_pass(client);
+    return rc;
+}
+
+int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known)
+{
+    struct extending e = {.pool = pool, .known = known, .more = true};
+    int rc = KVQ_OK;
+    while (rc == KVQ_OK && e.more)
+        rc = extend_once(client, &e, handle);
     return rc;
 }

@@ -75,7 +75,10 @@ KVQ_API void kvq_local_openmp(void *gomp_parallel, uint32_t n, void (*item)(void
                               void *arg);
 
 /* Ends a step that is open, as kvq_local_abort does, and lets go of the kvq_local's sessions, which
- * stay open in the client. Accepts NULL and pointers to NULL. */
+ * stay open in the client. Accepts NULL and pointers to NULL. Waits for a daemon that does not
+ * answer once, and then only sends word for the other sessions. Where the connection takes no more
+ * (of several hundred) the daemon keeps their page tables until the sessions are closed:
+ * kvq_local_add answers KVQ_E_EXISTS for them. */
 KVQ_API void kvq_local_close(kvq_local **local);
 
 /* NULL if attention runs here, else a sentence that says why it goes through the daemon. */

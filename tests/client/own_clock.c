@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
@@ -15,6 +16,7 @@
 
 _Thread_local struct own_clock own_clock;
 _Thread_local void (*own_wait)(void);
+_Thread_local void (*own_turn_wait)(void);
 _Thread_local bool own_wait_fails;
 _Thread_local uint32_t own_loss;
 
@@ -49,6 +51,16 @@ SEEN_BY_LIBKVQ int ppoll(struct pollfd *fds, nfds_t n, const struct timespec *li
     own_clock.n++;
     own_clock.now_ns += ns;
     return 0;
+}
+
+SEEN_BY_LIBKVQ int pthread_cond_wait(pthread_cond_t *cond, pthread_mutex_t *mutex)
+{
+    const struct timespec never = {.tv_sec = INT32_MAX};
+    void (*wait)(void) = own_turn_wait;
+    own_turn_wait = NULL;
+    if (wait)
+        wait();
+    return pthread_cond_timedwait(cond, mutex, &never);
 }
 
 SEEN_BY_LIBKVQ ssize_t recvmsg(int fd, struct msghdr *message, int flags)

@@ -18,6 +18,9 @@ extern _Thread_local struct own_clock {
 // The calling thread's next wait for the daemon calls this first; NULL: nothing.
 extern _Thread_local void (*own_wait)(void);
 
+// The calling thread's next wait on a condition without a limit, as for its turn, calls this first.
+extern _Thread_local void (*own_turn_wait)(void);
+
 // Waits of the calling thread for the daemon fail, as the system says of nothing that is ours.
 extern _Thread_local bool own_wait_fails;
 

@@ -352,6 +352,39 @@ static void test_calls_beside_one_that_takes_long(void **unused)
     assert_int_equal(client_fds(), before);
 }
 
+static void go_on(void)
+{
+    sem_post(&closing.goes_on);
+}
+
+// A queue's close, which says nothing of a failure, waits until its turn comes.
+static void test_queue_closes_beside_a_call_that_takes_long(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_buffer *buffer;
+    kvq_queue *queue;
+    pthread_t other;
+    s.buffers = true;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_buffer_create(client, 4096, &buffer), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_OK);
+    sem_init(&closing.waits, 0, 0);
+    sem_init(&closing.goes_on, 0, 0);
+    assert_int_equal(pthread_create(&other, NULL, close_buffer, buffer), 0);
+    sem_wait(&closing.waits);
+    own_turn_wait = go_on;
+    kvq_queue_close(&queue);
+    assert_null(own_turn_wait); // it has waited
+    pthread_join(other, NULL);
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    assert_int_equal(fake_queue_closes(daemon), 1);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+}
+
 // What comes with a descriptor that this process may not have is given back.
 static void test_no_more_descriptors(void **unused)
 {
@@ -423,6 +456,7 @@ int main(void)
         cmocka_unit_test(test_bad_buffers),
         cmocka_unit_test(test_buffers_that_are_in_use),
         cmocka_unit_test(test_calls_beside_one_that_takes_long),
+        cmocka_unit_test(test_queue_closes_beside_a_call_that_takes_long),
         cmocka_unit_test(test_no_more_descriptors),
         cmocka_unit_test(test_texts_that_cannot_travel),
     };

@@ -42,6 +42,7 @@ struct fake_daemon {
     uint32_t held_id, answered;        // requests: whose reply is late, the last answered one
     uint32_t moving;                   // attempts to open a table that it has refused
     uint32_t cancels, closes, appends; // words: a test reads them while the thread serves
+    uint32_t queue_closes;             // a word
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
@@ -407,6 +408,7 @@ static void answer(struct fake_daemon *d, const Kvq__Request *request)
     reply.id = request->id;
     if (request->command_case == KVQ__REQUEST__COMMAND_CANCEL)
         kvq_word_add(&d->cancels, request->cancel->request == d->answered);
+    kvq_word_add(&d->queue_closes, request->command_case == KVQ__REQUEST__COMMAND_CLOSE_QUEUE);
     d->answered = request->id;
     if (s->garbage) {
         send_packet(d, "\xff\xff\xff", 3, NULL, 0);
@@ -686,6 +688,11 @@ uint32_t fake_cancels(const struct fake_daemon *daemon)
 uint32_t fake_closes(const struct fake_daemon *daemon)
 {
     return kvq_word_load_acquire(&daemon->closes);
+}
+
+uint32_t fake_queue_closes(const struct fake_daemon *daemon)
+{
+    return kvq_word_load_acquire(&daemon->queue_closes);
 }
 
 uint32_t fake_appends(const struct fake_daemon *daemon)

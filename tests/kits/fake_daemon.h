@@ -90,6 +90,8 @@ void fake_end_save(const struct fake_daemon *daemon);
 uint32_t fake_cancels(const struct fake_daemon *daemon);
 // Requests to close a buffer. Once a later call was answered.
 uint32_t fake_closes(const struct fake_daemon *daemon);
+// Requests to close a queue. Once a later call was answered.
+uint32_t fake_queue_closes(const struct fake_daemon *daemon);
 // Appends on a ring. Once the last of them was answered.
 uint32_t fake_appends(const struct fake_daemon *daemon);
 
