@@ -493,6 +493,12 @@ struct kvq__spans {
 int kvq__spans_put(struct kvq__spans *s, const struct kvq_span *spans, uint32_t n);
 void kvq__spans_free(struct kvq__spans *s);
 
+// ---- session.c ----
+
+// kvq_session_info, with the call's patience_ms.
+int kvq__session_ask(kvq_client *client, kvq_session session, struct kvq_session_info *info,
+                     uint32_t patience_ms);
+
 // ---- in_context/pool.c ----
 
 // The connection is gone: drops the client's references to pools; each kvq_local keeps its

@@ -562,7 +562,8 @@ static int take_info(void *to, struct kvq__call *call)
     return KVQ_OK;
 }
 
-int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session_info *info)
+int kvq__session_ask(kvq_client *client, kvq_session session, struct kvq_session_info *info,
+                     uint32_t patience_ms)
 {
     struct asked asked = {client, session, info};
     Kvq__SessionInfo message = KVQ__SESSION_INFO__INIT;
@@ -570,16 +571,21 @@ int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session
                              .send_fd = -1,
                              .want = KVQ__REPLY__RESULT_SESSION,
                              .what = "asking about a session",
+                             .patience_ms = patience_ms,
                              .take = take_info,
                              .to = &asked};
-    if (!client || !info)
-        return kvq__set_error(KVQ_E_INVALID, "kvq_session_info: an argument is NULL");
-    int rc = kvq__sized_check(info, "kvq_session_info");
-    if (rc)
-        return rc;
+    assert(client && info);
     message.which_case = KVQ__SESSION_INFO__WHICH_HANDLE;
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_SESSION_INFO;
     call.request.session_info = &message;
     return kvq__ask(client, &call);
+}
+
+int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session_info *info)
+{
+    if (!client || !info)
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_info: an argument is NULL");
+    int rc = kvq__sized_check(info, "kvq_session_info");
+    return rc ? rc : kvq__session_ask(client, session, info, 0);
 }

@@ -52,21 +52,23 @@ KVQ_API KVQ_CHECK int kvq_session_pin(kvq_client *client, kvq_session session, i
  * The daemon writes only blocks that are new since the last save. Meanwhile other threads may work
  * with the session, in the middle of a step as well, and make control calls with this client: the
  * save has a connection of its own, which counts as one more client of the daemon's until the call
- * returns. (Where the daemon takes no more of them the save has the client's own. Control calls of
- * other threads then wait, kvq_connect_options.timeout_ms at most.) The call waits for an hour at
- * most (KVQ_E_DEADLINE), whatever timeout_ms is.
+ * returns. (Where none is to be had the save has the client's own. Control calls of other threads
+ * then wait, most of them for kvq_connect_options.timeout_ms at most.) The call waits for an hour
+ * at most (KVQ_E_DEADLINE), whatever timeout_ms is.
+ * KVQ_E_CANCELLED: the save's connection was closed, as by kvqctl client kick, but the client's was
+ * not; whether the session was saved is not known.
  * KVQ_E_UNSUPPORTED (the daemon has no storage_dir), KVQ_E_INVALID (the session has no name),
  * KVQ_E_INCOMPLETE (not all shards are open), KVQ_E_NO_SPACE, KVQ_E_BUSY (the session changed for
  * 10 s without a pause), KVQ_E_STALE, KVQ_E_SYSTEM. */
 KVQ_API KVQ_CHECK int kvq_session_save(kvq_client *client, kvq_session session);
 
 /* Loads a saved session (of a sharded one, one shard) into the daemon's memory, and returns when
- * all of it is in memory. It has a connection of its own, and waits for an hour at most, as
- * kvq_session_save does. Engines need not call this function: kvq_session_open restores a saved
- * session without waiting, and requests wait for the layers that they need. ns NULL: the user's own
- * namespace. A session that is in memory or parked is left as it is (kvq_session_prefetch brings
- * one that is parked back). shards: how many shards the session gets, by KV heads (shards.h); 0: as
- * it was saved.
+ * all of it is in memory. It has a connection of its own (KVQ_E_CANCELLED: which was closed), and
+ * waits for an hour at most, as kvq_session_save does. Engines need not call this function:
+ * kvq_session_open restores a saved session without waiting, and requests wait for the layers that
+ * they need. ns NULL: the user's own namespace. A session that is in memory or parked is left as it
+ * is (kvq_session_prefetch brings one that is parked back). shards: how many shards the session
+ * gets, by KV heads (shards.h); 0: as it was saved.
  * KVQ_E_NO_SESSION, KVQ_E_EXISTS (the session has another number of shards),
  * KVQ_E_DAMAGED, KVQ_E_NO_MEMORY, KVQ_E_QUOTA, KVQ_E_UNSUPPORTED, KVQ_E_FORMAT, KVQ_E_VERSION
  * (another version of kvqd saved the session), KVQ_E_PERMISSION. */

@@ -10,6 +10,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -385,6 +386,73 @@ static void test_queue_closes_beside_a_call_that_takes_long(void **unused)
     fake_stop(&daemon);
 }
 
+// ---- Saves and restores ----
+
+// Where no other connection leads to the same run of the daemon, a restore has the client's own.
+static void test_restores_without_another_connection(void **unused)
+{
+    (void)unused;
+    static const int refusals[] = {KVQ_E_LIMIT, KVQ_E_DRAINING, KVQ_E_PERMISSION, KVQ_E_NO_MEMORY};
+    enum { REFUSALS = sizeof refusals / sizeof refusals[0], GONE = REFUSALS, REPLACED, CASES };
+    int before = client_fds();
+    for (int i = 0; i < CASES; i++) {
+        struct fake_script s = fake_good(), other_run = s;
+        struct fake_daemon *daemon, *other = NULL;
+        char path[200];
+        kvq_client *client;
+        s.saves = true;
+        s.other_hello_status = i < REFUSALS ? refusals[i] : 0;
+        assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+        snprintf(path, sizeof path, "%s/attach.sock", client_dir);
+        if (i == GONE)
+            assert_int_equal(unlink(path), 0);
+        other_run.epoch++;
+        if (i == REPLACED)
+            other = fake_start(client_dir, &other_run);
+        assert_int_equal(kvq_session_restore(client, NULL, "s", 0, 0), KVQ_OK);
+        assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+        assert_int_equal(fake_restores(daemon), 1);
+        kvq_disconnect(&client);
+        fake_stop(&daemon);
+        if (other)
+            fake_stop(&other);
+    }
+    assert_int_equal(client_fds(), before);
+}
+
+// Where only the connection that it had of its own breaks, a restore says what is known.
+static void test_restores_that_lose_their_connection(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    s.saves = s.other_hang_up = true;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_session_restore(client, NULL, "s", 0, 0), KVQ_E_CANCELLED);
+    expect_text("whether it was done is not known");
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    assert_int_equal(fake_restores(daemon), 0);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+}
+
+// A save waits for the daemon for an hour, from its first question on.
+static void test_saves_have_an_hour(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    own_clock = (struct own_clock){.on = true, .skips = 1};
+    assert_int_equal(kvq_session_save(client, UINT64_C(1) << 32), KVQ_E_DEADLINE);
+    own_clock.on = false;
+    assert_int_equal(own_clock.waited_ms[0], 3600000);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+}
+
 // What comes with a descriptor that this process may not have is given back.
 static void test_no_more_descriptors(void **unused)
 {
@@ -457,6 +525,9 @@ int main(void)
         cmocka_unit_test(test_buffers_that_are_in_use),
         cmocka_unit_test(test_calls_beside_one_that_takes_long),
         cmocka_unit_test(test_queue_closes_beside_a_call_that_takes_long),
+        cmocka_unit_test(test_restores_without_another_connection),
+        cmocka_unit_test(test_restores_that_lose_their_connection),
+        cmocka_unit_test(test_saves_have_an_hour),
         cmocka_unit_test(test_no_more_descriptors),
         cmocka_unit_test(test_texts_that_cannot_travel),
     };

@@ -42,7 +42,7 @@ struct fake_daemon {
     uint32_t held_id, answered;        // requests: whose reply is late, the last answered one
     uint32_t moving;                   // attempts to open a table that it has refused
     uint32_t cancels, closes, appends; // words: a test reads them while the thread serves
-    uint32_t queue_closes;             // a word
+    uint32_t queue_closes, restores;   // words
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
@@ -409,6 +409,8 @@ static void answer(struct fake_daemon *d, const Kvq__Request *request)
     if (request->command_case == KVQ__REQUEST__COMMAND_CANCEL)
         kvq_word_add(&d->cancels, request->cancel->request == d->answered);
     kvq_word_add(&d->queue_closes, request->command_case == KVQ__REQUEST__COMMAND_CLOSE_QUEUE);
+    kvq_word_add(&d->restores, d->connection != d->other &&
+                                   request->command_case == KVQ__REQUEST__COMMAND_RESTORE_SESSION);
     d->answered = request->id;
     if (s->garbage) {
         send_packet(d, "\xff\xff\xff", 3, NULL, 0);
@@ -466,6 +468,11 @@ static void receive_other(struct fake_daemon *d)
     }
     d->arena.used = 0;
     must(kvq_request_unpack(d->packet, (size_t)n, &d->arena, &request, text) == 0, text);
+    if (d->script.other_hang_up && request->command_case != KVQ__REQUEST__COMMAND_HELLO) {
+        close(d->other);
+        d->other = -1;
+        return;
+    }
     d->connection = d->other;
     answer(d, request);
     d->connection = first;
@@ -688,6 +695,11 @@ uint32_t fake_cancels(const struct fake_daemon *daemon)
 uint32_t fake_closes(const struct fake_daemon *daemon)
 {
     return kvq_word_load_acquire(&daemon->closes);
+}
+
+uint32_t fake_restores(const struct fake_daemon *daemon)
+{
+    return kvq_word_load_acquire(&daemon->restores);
 }
 
 uint32_t fake_queue_closes(const struct fake_daemon *daemon)

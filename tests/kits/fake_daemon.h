@@ -56,6 +56,7 @@ struct fake_script {
     uint32_t busy_closes; // so many requests to close one get no answer
     bool saves; // takes a second connection, and answers a save on either at fake_end_save
     int other_hello_status; // on the second connection
+    bool other_hang_up;     // which it closes instead of answering anything but hello
     // In-context mode: one session of one layer, with 77 tokens.
     const char *isa;   // that it names; NULL: none
     int pool_status;   // of OpenPool
@@ -90,6 +91,8 @@ void fake_end_save(const struct fake_daemon *daemon);
 uint32_t fake_cancels(const struct fake_daemon *daemon);
 // Requests to close a buffer. Once a later call was answered.
 uint32_t fake_closes(const struct fake_daemon *daemon);
+// Sessions that were restored by the first connection. Once a later call was answered.
+uint32_t fake_restores(const struct fake_daemon *daemon);
 // Requests to close a queue. Once a later call was answered.
 uint32_t fake_queue_closes(const struct fake_daemon *daemon);
 // Appends on a ring. Once the last of them was answered.
