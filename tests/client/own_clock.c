@@ -17,6 +17,7 @@
 _Thread_local struct own_clock own_clock;
 _Thread_local void (*own_wait)(void);
 _Thread_local void (*own_turn_wait)(void);
+_Thread_local void (*own_late_turn)(void);
 _Thread_local bool own_wait_fails;
 _Thread_local uint32_t own_loss;
 
@@ -53,14 +54,31 @@ SEEN_BY_LIBKVQ int ppoll(struct pollfd *fds, nfds_t n, const struct timespec *li
     return 0;
 }
 
-SEEN_BY_LIBKVQ int pthread_cond_wait(pthread_cond_t *cond, pthread_mutex_t *mutex)
+static int wait_on(pthread_cond_t *cond, pthread_mutex_t *mutex, void (**first)(void),
+                   const struct timespec *until)
 {
     const struct timespec never = {.tv_sec = INT32_MAX};
-    void (*wait)(void) = own_turn_wait;
-    own_turn_wait = NULL;
+    void (*wait)(void) = *first;
+    *first = NULL;
     if (wait)
         wait();
-    return pthread_cond_timedwait(cond, mutex, &never);
+    return pthread_cond_clockwait(cond, mutex, CLOCK_MONOTONIC, wait || !until ? &never : until);
+}
+
+SEEN_BY_LIBKVQ int pthread_cond_wait(pthread_cond_t *cond, pthread_mutex_t *mutex)
+{
+    return wait_on(cond, mutex, &own_turn_wait, NULL);
+}
+
+// The conditions of libkvq are of the monotonic clock.
+SEEN_BY_LIBKVQ int pthread_cond_timedwait(pthread_cond_t *cond, pthread_mutex_t *mutex,
+                                          const struct timespec *until)
+{
+    bool late = own_late_turn != NULL;
+    int rc = wait_on(cond, mutex, &own_late_turn, until);
+    if (late)
+        own_clock.now_ns = (uint64_t)until->tv_sec * 1000000000u + (uint64_t)until->tv_nsec;
+    return rc;
 }
 
 SEEN_BY_LIBKVQ ssize_t recvmsg(int fd, struct msghdr *message, int flags)

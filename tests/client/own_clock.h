@@ -20,6 +20,9 @@ extern _Thread_local void (*own_wait)(void);
 
 // The calling thread's next wait on a condition without a limit, as for its turn, calls this first.
 extern _Thread_local void (*own_turn_wait)(void);
+// Its next such wait with a limit calls this first, and ends only when it is woken; by own_clock
+// more time has passed then than the limit is.
+extern _Thread_local void (*own_late_turn)(void);
 
 // Waits of the calling thread for the daemon fail, as the system says of nothing that is ours.
 extern _Thread_local bool own_wait_fails;

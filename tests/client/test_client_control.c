@@ -358,32 +358,67 @@ static void go_on(void)
     sem_post(&closing.goes_on);
 }
 
+struct beside {
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    pthread_t other;
+};
+
+// A client whose turn another thread has until go_on.
+static void beside_up(struct beside *b)
+{
+    struct fake_script s = fake_good();
+    kvq_buffer *buffer;
+    s.buffers = true;
+    assert_int_equal(connect_to(s, 500, &b->daemon, &b->client), KVQ_OK);
+    assert_int_equal(kvq_buffer_create(b->client, 4096, &buffer), KVQ_OK);
+    assert_int_equal(kvq_queue_open(b->client, &b->queue), KVQ_OK);
+    sem_init(&closing.waits, 0, 0);
+    sem_init(&closing.goes_on, 0, 0);
+    assert_int_equal(pthread_create(&b->other, NULL, close_buffer, buffer), 0);
+    sem_wait(&closing.waits);
+}
+
+static void beside_down(struct beside *b)
+{
+    kvq_disconnect(&b->client);
+    fake_stop(&b->daemon);
+}
+
 // A queue's close, which says nothing of a failure, waits until its turn comes.
 static void test_queue_closes_beside_a_call_that_takes_long(void **unused)
 {
     (void)unused;
-    struct fake_script s = fake_good();
-    struct fake_daemon *daemon;
-    kvq_client *client;
-    kvq_buffer *buffer;
-    kvq_queue *queue;
-    pthread_t other;
-    s.buffers = true;
-    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
-    assert_int_equal(kvq_buffer_create(client, 4096, &buffer), KVQ_OK);
-    assert_int_equal(kvq_queue_open(client, &queue), KVQ_OK);
-    sem_init(&closing.waits, 0, 0);
-    sem_init(&closing.goes_on, 0, 0);
-    assert_int_equal(pthread_create(&other, NULL, close_buffer, buffer), 0);
-    sem_wait(&closing.waits);
+    struct beside b;
+    beside_up(&b);
     own_turn_wait = go_on;
-    kvq_queue_close(&queue);
+    kvq_queue_close(&b.queue);
+    if (own_turn_wait)
+        go_on();
+    pthread_join(b.other, NULL);
     assert_null(own_turn_wait); // it has waited
-    pthread_join(other, NULL);
-    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
-    assert_int_equal(fake_queue_closes(daemon), 1);
-    kvq_disconnect(&client);
-    fake_stop(&daemon);
+    assert_int_equal(kvq_session_close(b.client, 5), KVQ_OK);
+    assert_int_equal(fake_queue_closes(b.daemon), 1);
+    beside_down(&b);
+}
+
+// A call whose turn comes when its time is over sends nothing, and passes the turn on.
+static void test_turns_that_come_late(void **unused)
+{
+    (void)unused;
+    struct beside b;
+    beside_up(&b);
+    own_clock = (struct own_clock){.on = true};
+    own_late_turn = go_on;
+    int rc = kvq_session_close(b.client, 5);
+    own_clock.on = false;
+    pthread_join(b.other, NULL);
+    assert_int_equal(rc, KVQ_E_DEADLINE);
+    expect_text("closing a session: calls of other threads");
+    assert_int_equal(kvq_session_close(b.client, 5), KVQ_OK);
+    assert_int_equal(fake_cancels(b.daemon), 0);
+    beside_down(&b);
 }
 
 // ---- Saves and restores ----
@@ -525,6 +560,7 @@ int main(void)
         cmocka_unit_test(test_buffers_that_are_in_use),
         cmocka_unit_test(test_calls_beside_one_that_takes_long),
         cmocka_unit_test(test_queue_closes_beside_a_call_that_takes_long),
+        cmocka_unit_test(test_turns_that_come_late),
         cmocka_unit_test(test_restores_without_another_connection),
         cmocka_unit_test(test_restores_that_lose_their_connection),
         cmocka_unit_test(test_saves_have_an_hour),
