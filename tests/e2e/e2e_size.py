@@ -102,6 +102,7 @@ class Size(Test):
         self.assertEqual(missing[0], 2)
         self.assertIn("size needs --tokens N\nAs in kvqctl size --model DIR --format kvq2",
                       missing[2])
+        self.assertIn("the text_config in it", model_size(folder, "--help")[1])
         for answer in json.loads(told[1]):
             tokens = Tokens(3, LONG, layers=4)
             rows = [dataclasses.replace(tokens.rows[0], window=0 if i % 2 else 200, repeat=1)

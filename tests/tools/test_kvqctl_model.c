@@ -2,6 +2,7 @@
 //
 // What kvqctl size takes from a config.json: texts as models have them, and such as no model should
 // have.
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "tests/kits/unit.h"
@@ -181,6 +182,88 @@ PLAIN_TEST(test_refused)
     }
 }
 
+// Keys of families of which some layers have no K and V, or others: each is refused by its name.
+PLAIN_TEST(test_layers_that_are_none)
+{
+    static const char *const keys[] = {
+        "block_configs\":[{\"attention\":{}}]", // Nemotron, DeciLM
+        "attn_layer_indices\":[9,18,27]",       // Bamba
+        "full_attn_idxs\":[2,5,8]",             // LFM2
+        "cross_attention_layers\":[3,8]",       // Mllama
+        "hybrid_layer_ids\":[6]",               // Zamba 2
+        "layer_group_size\":6",                 // Bailing
+        "linear_attn_config\":{\"kda\":[1]}",   // Kimi Linear
+        "mb_per_layer\":2",                     // Phi 4 mini flash
+        "hybrid_layer_pattern\":[0,1]",         // MiMo V2
+        "swa_num_key_value_heads\":8",
+        "swa_head_dim\":64",                   // Inkling
+        "num_key_value_heads_per_layer\":[1]", // Sapiens 2
+        "num_global_key_value_heads\":4",      // Gemma 4
+        "attention_other_setting\":{\"a\":1}", // Step 3.5
+        "kv_source_layers\":[0]",              // Mistral Large 4
+        "kv_reuse_group\":[[0,1]]",            // Hymba
+        "use_cla\":true",                      // HunYuan
+        "n_recurrent_loops\":2",               // Dory
+        "loop_num_passes\":3",                 // Inkling 2
+        "add_cross_attention\":true",
+        "compress_ratios\":[4]", // DeepSeek V4
+        "compress_rates\":{\"a\":4}",
+        "index_topk\":2048", // GLM, HY
+        "indexer_kv_heads\":1",
+        "index_block_size\":64", // MiniMax M3
+        "sparse_attention_config\":{\"a\":1}",
+    };
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        char text[256], words[64];
+        snprintf(text, sizeof text, PLAIN ",\"%s}", keys[i]);
+        snprintf(words, sizeof words, "%.*s: size does not know", (int)strcspn(keys[i], "\""),
+                 keys[i]);
+        check_refused(text, words);
+    }
+    check(PLAIN ",\"attn_layer_indices\":null,\"add_cross_attention\":false,\"use_cla\":false}", 2,
+          128, "GGGGGGGG", 0);
+}
+
+// Dimensions and heads under other words, or left to each layer.
+PLAIN_TEST(test_other_words)
+{
+    check(PLAIN ",\"v_head_dim\":128}", 2, 128, "GGGGGGGG", 0);
+    check(PLAIN ",\"v_head_dim\":null}", 2, 128, "GGGGGGGG", 0);
+    check_refused(PLAIN ",\"v_head_dim\":64}", "v_head_dim is not head_dim (128)");
+#define HIDDEN "{\"num_hidden_layers\":2,\"num_attention_heads\":8,\"hidden_size\":512,"
+    check(HIDDEN "\"num_key_value_heads\":null,\"eos_token_id\":[1,2,3]}", 8, 64, "GG", 0);
+    check_refused(HIDDEN "\"num_key_value_heads\":null,\"blocks\":[{},{}]}",
+                  "num_key_value_heads is missing; give --kv-heads N");
+    check_refused(HIDDEN "\"num_attention_groups\":2}", "num_key_value_heads is missing");
+    check_refused(HIDDEN "\"kv_n_heads\":2}", "num_key_value_heads is missing");
+    static const char *const dims[] = {"kv_channels", "attention_head_dim", "attention_head_size",
+                                       "d_kv"};
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
+        char text[256];
+        snprintf(text, sizeof text, HIDDEN "\"num_key_value_heads\":2,\"%s\":128}", dims[i]);
+        check_refused(text, "head_dim is missing; give --head-dim N");
+    }
+    static const char *const windows[] = {"global_attn_every_n_layers",
+                                          "prefix_dense_sliding_window_pattern",
+                                          "local_layer_ids",
+                                          "sliding_window_size",
+                                          "interleaved_sliding_window",
+                                          "local_attention",
+                                          "attention_window_size",
+                                          "attention_types"};
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
+        char text[256];
+        snprintf(text, sizeof text, PLAIN ",\"sliding_window_pattern\":4,\"%s\":[3]}", windows[i]);
+        check_refused(text, "which layers have the sliding window (layer_types)");
+        snprintf(text, sizeof text, PLAIN ",\"%s\":128}", windows[i]);
+        check_refused(text, "which layers have the sliding window (layer_types)");
+    }
+    check("{\"num_hidden_layers\":2,\"num_key_value_heads\":2,\"head_dim\":64,"
+          "\"global_attn_every_n_layers\":2,\"sliding_window\":32,"
+          "\"layer_types\":[\"sliding_attention\",\"full_attention\"]}",
+          2, 64, "LG", 32);
+}
+
 static void check_file(const char *path, const char *words)
 {
     struct kvq__ctl_model m;
@@ -209,6 +292,9 @@ PLAIN_TEST(test_files)
     check_file(path, "is longer than 1 MiB");
     assert_int_equal(truncate(path, 5), 0);
     check_file(path, "no JSON object");
+    unlink(path);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    check_file(path, "not a regular file"); // and no wait for a writer
     unlink(path);
     rmdir(dir);
 }

@@ -317,6 +317,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .more = "Of --sessions N (default 1) sessions of --tokens N tokens in a --format NAME, or in\n"
              "each of several, for the model in a folder:\n"
              "  kvqctl size --model DIR --format kvq2,oscar4,f16 --tokens 32768 --sessions 8\n"
+             "(config.json, or the text_config in it; what it does not say is not guessed),\n"
              "or for one of --layers N layers with --kv-heads N KV heads of --head-dim N each:\n"
              "  kvqctl size --format kvq2 --layers 32 --kv-heads 8 --head-dim 128 --tokens 32768\n"
              "--rollback N: tokens that engines may take back. --window N: the sliding window of\n"

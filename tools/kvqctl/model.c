@@ -6,6 +6,7 @@
 
 #include <cJSON.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <math.h>
 #include <stdarg.h>
@@ -13,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "kernels/kernels.h"
 
@@ -62,13 +64,39 @@ static const struct {
     {"is_encoder_decoder", "encoder-decoder models"},
     {"kv_lora_rank", "multi-head latent attention (MLA)"},
     {"num_kv_shared_layers", "layers that read other layers' K and V"},
+    {"kv_source_layers", "layers that read other layers' K and V"},
+    {"kv_reuse_group", "layers that read other layers' K and V"},
+    {"use_cla", "layers that read other layers' K and V"},
+    {"n_recurrent_loops", "layers that are run several times"},
+    {"loop_num_passes", "layers that are run several times"},
+    {"cross_attention_layers", "layers with cross-attention"},
+    {"add_cross_attention", "layers with cross-attention"},
+    {"compress_ratios", "K and V of several tokens in one"},
+    {"compress_rates", "K and V of several tokens in one"},
+    {"index_topk", "keys of an indexer"},
+    {"indexer_kv_heads", "keys of an indexer"},
+    {"index_block_size", "keys of an indexer"},
+    {"sparse_attention_config", "keys of an indexer"},
     {"attention_chunk_size", "attention in chunks"},
     {"use_bidirectional_attention", "attention to tokens that come later"},
     {"per_layer_config", "layers with other heads or dimensions than others"},
+    {"block_configs", "layers with other heads than others, or with none"},
+    {"num_key_value_heads_per_layer", "layers with other heads than others"},
+    {"num_global_key_value_heads", "layers with other heads than others"},
+    {"swa_num_key_value_heads", "layers with other heads than others"},
+    {"attention_other_setting", "layers with other heads than others"},
+    {"swa_head_dim", "layers with other dimensions than others"},
     {"global_head_dim", "layers with other dimensions than others"},
     {"full_attention_interval", "layers without K and V"},
     {"attn_layer_period", "layers without K and V"},
+    {"attn_layer_indices", "layers without K and V"},
+    {"full_attn_idxs", "layers without K and V"},
+    {"hybrid_layer_ids", "layers without K and V"},
+    {"layer_group_size", "layers without K and V"},
+    {"linear_attn_config", "layers without K and V"},
+    {"mb_per_layer", "layers without K and V"},
     {"hybrid_override_pattern", "layers without K and V"},
+    {"hybrid_layer_pattern", "layers of several kinds by numbers"},
     {"layers_block_type", "layers without K and V"},
     {"block_types", "layers without K and V"},
     {"attn_type_list", "layers without K and V"},
@@ -76,8 +104,24 @@ static const struct {
 
 // Other words for num_key_value_heads. Where one stands, the number of query heads is not that of
 // the KV heads, and each family reads them in its own way.
-static const char *const other_heads[] = {"multi_query", "num_kv_heads", "multi_query_group_num",
-                                          "n_head_kv"};
+static const char *const other_heads[] = {"multi_query", "multi_query_group_num", "num_kv_heads",
+                                          "n_head_kv",   "num_attention_groups",  "kv_n_heads",
+                                          NULL};
+
+// Other words for head_dim. Where one stands, it is not hidden_size over the query heads.
+static const char *const other_dims[] = {"kv_channels", "attention_head_dim", "attention_head_size",
+                                         "d_kv", NULL};
+
+// Other words for a sliding window, or for which layers have it.
+static const char *const other_windows[] = {"global_attn_every_n_layers",
+                                            "prefix_dense_sliding_window_pattern",
+                                            "local_layer_ids",
+                                            "sliding_window_size",
+                                            "interleaved_sliding_window",
+                                            "local_attention",
+                                            "attention_window_size",
+                                            "attention_types",
+                                            NULL};
 
 // One reading of a file.
 struct reading {
@@ -111,6 +155,26 @@ static bool says(const struct reading *r, const char *key)
     const cJSON *item = get(r, key);
     return item && !cJSON_IsFalse(item) && !(cJSON_IsNumber(item) && item->valuedouble == 0) &&
            !((cJSON_IsArray(item) || cJSON_IsObject(item)) && !item->child);
+}
+
+static bool says_one_of(const struct reading *r, const char *const *keys)
+{
+    while (*keys && !says(r, *keys))
+        keys++;
+    return *keys != NULL;
+}
+
+// Whether a list, other than of the layers' windows, has as many elements as there are layers.
+static bool lists_layers(const struct reading *r)
+{
+    const cJSON *item;
+    cJSON_ArrayForEach(item, r->json)
+    {
+        if (cJSON_IsArray(item) && strcmp(item->string, "layer_types") &&
+            cJSON_GetArraySize(item) == (int)r->model->layers)
+            return true;
+    }
+    return false;
 }
 
 static bool is_whole(const cJSON *item, uint32_t least, uint32_t most)
@@ -166,10 +230,10 @@ static int take_kv_heads(struct reading *r)
         return -1;
     if (r->model->kv_heads)
         return 0;
-    for (size_t i = 0; i < sizeof other_heads / sizeof *other_heads; i++)
-        if (says(r, other_heads[i]))
-            q_heads = 0;
-    r->model->kv_heads = r->nested ? 0 : q_heads; // without GQA they are the same
+    // Without GQA they are the query heads; but null may also say that each layer has its own.
+    bool null = cJSON_GetObjectItemCaseSensitive(r->json, "num_key_value_heads") != NULL;
+    bool same = !r->nested && !says_one_of(r, other_heads) && !(null && lists_layers(r));
+    r->model->kv_heads = same ? q_heads : 0;
     return r->model->kv_heads ? 0 : missing(r, "num_key_value_heads", "--kv-heads N");
 }
 
@@ -185,7 +249,7 @@ static int take_head_dim(struct reading *r)
         return -1;
     if (r->model->head_dim)
         return 0;
-    if (r->nested || r->family->own_dim || !hidden || !q_heads)
+    if (r->nested || r->family->own_dim || says_one_of(r, other_dims) || !hidden || !q_heads)
         return missing(r, "head_dim", "--head-dim N");
     if (hidden % q_heads || hidden / q_heads > KVQ_MAX_HEAD_DIM)
         return refuse(r,
@@ -194,6 +258,16 @@ static int take_head_dim(struct reading *r)
                       hidden, q_heads, KVQ_MAX_HEAD_DIM);
     r->model->head_dim = hidden / q_heads;
     return 0;
+}
+
+// Sessions have as many channels of V as of K.
+static int check_v_dim(struct reading *r)
+{
+    const cJSON *v = get(r, "v_head_dim");
+    if (!v || (cJSON_IsNumber(v) && v->valuedouble == r->model->head_dim))
+        return 0;
+    return refuse(r, "v_head_dim is not head_dim (%u), and no session has V of another dimension",
+                  r->model->head_dim);
 }
 
 // By layer_types, which says it of each layer.
@@ -247,7 +321,7 @@ static int take_rule(struct reading *r, bool slides[KVQ_MAX_LAYERS])
     nth = pattern ? (uint32_t)pattern->valuedouble : nth;
     if (rule == FROM_A_LAYER && count(r, "max_window_layers", 0, 1 << 20, &from))
         return -1;
-    if (rule == UNKNOWN || rule == ONLY_IF_SWITCHED ||
+    if (rule == UNKNOWN || rule == ONLY_IF_SWITCHED || says_one_of(r, other_windows) ||
         (rule == FROM_A_LAYER && !get(r, "max_window_layers")))
         return refuse(r,
                       "the file does not say which layers have the sliding window (layer_types); "
@@ -263,6 +337,8 @@ static bool is_switched_on(const struct reading *r)
 {
     const cJSON *use = get(r, "use_sliding_window");
     bool preset = r->family->rule != FROM_A_LAYER && r->family->rule != ONLY_IF_SWITCHED;
+    if (says_one_of(r, other_windows))
+        return true;
     if (use ? !cJSON_IsTrue(use) : !preset)
         return false;
     if (cJSON_GetObjectItemCaseSensitive(r->json, "sliding_window"))
@@ -304,7 +380,7 @@ static int take_model(struct reading *r)
     r->model->layers = r->asked->layers ? r->asked->layers : r->model->layers;
     if (!r->model->layers)
         return missing(r, "num_hidden_layers", "--layers N");
-    return take_kv_heads(r) || take_head_dim(r) || take_windows(r) ? -1 : 0;
+    return take_kv_heads(r) || take_head_dim(r) || check_v_dim(r) || take_windows(r) ? -1 : 0;
 }
 
 int kvq__ctl_parse_model(const char *text, size_t bytes, const struct kvq__ctl_shape *asked,
@@ -336,6 +412,21 @@ static int read_file(FILE *file, const struct kvq__ctl_shape *asked, struct kvq_
     return result;
 }
 
+// A FIFO, or a device, would keep us waiting for what it never says.
+static FILE *open_regular(const char *path, char *why, size_t n)
+{
+    struct stat is;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    bool regular = fd >= 0 && fstat(fd, &is) == 0 && S_ISREG(is.st_mode);
+    FILE *file = regular ? fdopen(fd, "r") : NULL;
+    if (!file)
+        snprintf(why, n, "cannot open %s: %s", kvq__ctl_clean(path),
+                 fd >= 0 && !regular ? "not a regular file" : strerror(errno));
+    if (!file && fd >= 0)
+        close(fd);
+    return file;
+}
+
 int kvq__ctl_read_model(const char *path, const struct kvq__ctl_shape *asked,
                         struct kvq__ctl_model *model, char *why, size_t n)
 {
@@ -343,12 +434,13 @@ int kvq__ctl_read_model(const char *path, const struct kvq__ctl_shape *asked,
     struct stat is;
     bool folder = stat(path, &is) == 0 && S_ISDIR(is.st_mode);
     int length = snprintf(inside, sizeof inside, "%s%s", path, folder ? "/config.json" : "");
-    FILE *file = (size_t)length < sizeof inside ? fopen(inside, "re") : NULL;
-    if (!file) {
-        snprintf(why, n, "cannot open %s: %s", kvq__ctl_clean(inside),
-                 (size_t)length < sizeof inside ? strerror(errno) : strerror(ENAMETOOLONG));
+    if ((size_t)length >= sizeof inside) {
+        snprintf(why, n, "cannot open %s: %s", kvq__ctl_clean(inside), strerror(ENAMETOOLONG));
         return -1;
     }
+    FILE *file = open_regular(inside, why, n);
+    if (!file)
+        return -1;
     int result = read_file(file, asked, model, said, sizeof said);
     if (result)
         snprintf(why, n, "%s: %s", kvq__ctl_clean(inside), said);
