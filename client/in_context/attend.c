@@ -480,27 +480,34 @@ static bool same_tensor(const struct kvq_tensor *a, const struct kvq_tensor *b)
 }
 
 // For the step's end, which hands them to the daemon.
-void kvq__local_note(struct kvq_local *local, const struct kvq_work *w,
-                     const struct kvq_entry *entries, uint32_t n)
+void kvq__local_note(struct kvq_local *local, const struct kvq_work *w)
 {
     assert(w->layer < KVQ_MAX_LAYERS);
     struct kvq_tensor *k = &local->k[w->layer], *v = &local->v[w->layer];
-    struct kvq_rows *given = local->given[w->layer];
-    const struct kvq_rows all = touched_by(local, entries, n, w->layer, true);
-    const struct kvq_rows rows[] = {touched_rows(local, &w->k, &all, all.width),
-                                    touched_rows(local, &w->v, &all, all.width)};
     bool again = k->buffer && same_tensor(k, &w->k) && same_tensor(v, &w->v);
     local->mixed |= k->buffer && !again;
-    for (int j = 0; j < 2; j++) {
-        if (again)
-            kvq_rows_add(&given[j], rows[j].first, rows[j].n, rows[j].heads, rows[j].width);
-        else
-            given[j] = rows[j];
-    }
+    if (!again)
+        memset(local->given[w->layer], 0, sizeof local->given[w->layer]);
     *k = w->k;
     *v = w->v;
     if (local->n_layers <= w->layer)
         local->n_layers = w->layer + 1;
+}
+
+void kvq__local_note_rows(struct kvq_local *local, const struct kvq_work *w,
+                          const struct kvq_entry *entries, uint32_t n)
+{
+    assert(w->layer < local->n_layers && local->k[w->layer].buffer);
+    struct kvq_rows *given = local->given[w->layer];
+    const struct kvq_rows all = touched_by(local, entries, n, w->layer, true);
+    const struct kvq_rows rows[] = {touched_rows(local, &w->k, &all, all.width),
+                                    touched_rows(local, &w->v, &all, all.width)};
+    for (int j = 0; j < 2; j++) {
+        if (given[j].n)
+            kvq_rows_add(&given[j], rows[j].first, rows[j].n, rows[j].heads, rows[j].width);
+        else
+            given[j] = rows[j];
+    }
 }
 
 int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *w)
@@ -550,8 +557,10 @@ static int make_jobs(struct kvq_local *local, const struct kvq_work *work,
     }
     *made = m;
     int rc = kvq__local_check_outputs(local, work, entries, n, false);
-    if (rc == KVQ_OK && appends && work->k.buffer)
-        kvq__local_note(local, work, entries, n);
+    if (rc == KVQ_OK && appends && work->k.buffer) {
+        kvq__local_note(local, work);
+        kvq__local_note_rows(local, work, entries, n);
+    }
     return rc;
 }
 

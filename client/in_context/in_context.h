@@ -265,9 +265,11 @@ struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kv
                                   const struct kvq_entry *entry);
 // Checks the tensors of a call. KVQ_OK, or a code and a text.
 int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *work);
-// Keeps K and V for the step's end: those of the entries whose status is 0.
-void kvq__local_note(struct kvq_local *local, const struct kvq_work *work,
-                     const struct kvq_entry *entries, uint32_t n);
+// Keeps the tensors K and V for the step's end.
+void kvq__local_note(struct kvq_local *local, const struct kvq_work *work);
+// And which of their rows are read until then: those of the entries whose status is 0.
+void kvq__local_note_rows(struct kvq_local *local, const struct kvq_work *work,
+                          const struct kvq_entry *entries, uint32_t n);
 
 // ---- bucket.c ----
 

@@ -117,13 +117,23 @@ static int fill_noted(struct kvq_bucket *b, const struct kvq_entry *entries, uin
     return rc || from >= to ? rc : kvq__bucket_copy(b, from, to);
 }
 
+static bool gives(const struct kvq_bucket *b, uint32_t layer)
+{
+    return b->noted[layer] && b->works[layer].k.buffer;
+}
+
+// Layers look for K and V of others, which are noted first; whose rows they are is known once it is
+// known who stays in the step.
 static int set_up_noted(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
                         uint32_t n)
 {
     for (uint32_t l = 0; l < b->n_layers; l++)
-        if (b->noted[l] && b->works[l].k.buffer)
-            kvq__local_note(local, &b->works[l], entries, n);
+        if (gives(b, l))
+            kvq__local_note(local, &b->works[l]);
     int rc = check_noted(local, b, entries, n);
+    for (uint32_t l = 0; l < b->n_layers && rc == KVQ_OK; l++)
+        if (gives(b, l))
+            kvq__local_note_rows(local, &b->works[l], entries, n);
     return rc ? rc : fill_noted(b, entries, n);
 }
 
@@ -258,8 +268,10 @@ static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struc
     int rc = kvq__local_check_outputs(local, work, entries, n, false);
     if (rc == KVQ_OK)
         rc = fill_now(b, work, entries, n);
-    if (rc == KVQ_OK && work->k.buffer)
-        kvq__local_note(local, work, entries, n);
+    if (rc == KVQ_OK && work->k.buffer) {
+        kvq__local_note(local, work);
+        kvq__local_note_rows(local, work, entries, n);
+    }
     if (rc == KVQ_OK && failed)
         kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,
                            entries, n);

@@ -473,6 +473,38 @@ static void test_refusals(void **state)
     lg_close_pair(p);
 }
 
+// An entry that a captured layer refuses at the begin, for a row far out of its buffer, is not in the
+// step: a layer that is launched may write where it would have reached.
+static void test_refused_rows_are_free(void **state)
+{
+    struct lg_pair p[SESSIONS];
+    struct kvq_gpu_exec *exec;
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    open_all("oscar2", false, p);
+    lg_step(p, SESSIONS, 40, NULL);
+    rig.layers = 1;
+    exec = lg_capture(p, SESSIONS);
+    rig.layers = LAYERS;
+    lg_fill();
+    struct lg_batch there = lg_batch_of(p, 1, 1, false);
+    struct lg_batch here = lg_batch_of(p, SESSIONS, 1, true);
+    const struct kvq_work w = lg_work_of(1, true);
+    lg_step_there(&there);
+    here.entries[1].row = 1 << 20;
+    fine(lg_begin(&here));
+    assert_int_equal(here.entries[0].status, 0);
+    refused(KVQ_E_BOUNDS, here.entries[1].status, "");
+    OK(drv.graph_launch(exec, rig.stream));
+    here.n = 1;
+    lg_all_fine(lg_attend(&w, &here), &here);
+    lg_all_fine(kvq_local_end_on_stream(rig.local, NULL, here.entries, 1, rig.stream), &here);
+    OK(drv.stream_sync(rig.stream));
+    lg_compare(1, p->tokens);
+    lg_end_capture(exec);
+    close_all(p, SESSIONS);
+}
+
 // Two calls for one layer before the stream has come to the first one: each has its own batch.
 static void test_calls_ahead_of_the_stream(void **state)
 {
@@ -732,6 +764,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_graph_keeps_context, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_rows_are_free, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_another_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_end_on_another_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_another_bucket, lg_setup, lg_teardown),
