@@ -297,8 +297,24 @@ SAVING_TEST(test_forks_refused_in_one_go)
     core_check(kit.core);
 }
 
-// Entries are refused until there can be room for all of the rest; for that the request waits. Then
-// those that came first have it.
+// Where nothing can go, the first entries have what is free, and later ones are refused.
+SAVING_TEST(test_room_for_the_first_entries)
+{
+    enum { SOME = 6, ROOM = 2 };
+    uint64_t h[4];
+    pin_all(h);
+    for (uint32_t i = 0; i < ROOM; i++)
+        kit_drop(&m, h[i]);
+    rest();
+    struct kvq_request r = step_of_many(&other, SOME, SESSION);
+    assert_int_equal(kit_request(&other, &r, batch), 0);
+    for (uint32_t i = 0; i < SOME; i++)
+        assert_int_equal(kvq__queue_results(other.queue)[i].status, i < ROOM ? 0 : KVQ_E_NO_MEMORY);
+    core_check(kit.core);
+}
+
+// An entry that finds no room is refused, unless there can be room for it and all behind it; for
+// that the request waits. Then those that came first have it.
 SAVING_TEST(test_room_for_some_entries)
 {
     enum { SOME = 6 };
