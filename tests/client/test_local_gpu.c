@@ -473,8 +473,8 @@ static void test_refusals(void **state)
     lg_close_pair(p);
 }
 
-// An entry that a captured layer refuses at the begin, for a row far out of its buffer, is not in the
-// step: a layer that is launched may write where it would have reached.
+// An entry that a captured layer refuses at the begin, for a row far out of its buffer, is not in
+// the step: a layer that is launched may write where it would have reached.
 static void test_refused_rows_are_free(void **state)
 {
     struct lg_pair p[SESSIONS];
