@@ -2,6 +2,7 @@
 """What one request's fault is to the others under kvq.vllm: values that are not finite, a pool that
 is full, a session that is gone. vLLM is not needed for it; vllm_test.py runs this."""
 import os
+import unittest.mock
 
 import torch
 
@@ -351,3 +352,28 @@ class Full(Rig):
                         self.near(engine.step([(one, 42), (two, 1)]))
                     self.near(engine.step([(one, 1), (two, 1)] if recompute else [(two, 1)],
                                           finished=[] if recompute else [one]))
+
+
+class Daemons:
+    """As where the library cannot attend in this process: every step attends in the daemon, and a
+    short one learns of values that are not finite in its middle."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        told = unittest.mock.patch.dict(os.environ, {"KVQ_LOCAL": "daemon"})
+        told.start()
+        cls.addClassCleanup(told.stop)
+
+    def engine(self, *arguments, **options):
+        engine = super().engine(*arguments, **options)
+        self.assertIn("KVQ_LOCAL=daemon", engine.worker.local.why)
+        return engine
+
+
+class PoisonedInDaemon(Daemons, Poisoned):
+    """Poisoned."""
+
+
+class FullInDaemon(Daemons, Full):
+    """Full."""

@@ -40,7 +40,7 @@ except ImportError as missing:
 import kvq.vllm
 from kvq.plugin import NEAR_ROWS
 from kvq.vllm import checks
-from vllm_faults import Full, Poisoned
+from vllm_faults import Full, FullInDaemon, Poisoned, PoisonedInDaemon
 from vllm_names import Names
 from vllm_refused import Refused
 from vllm_steps import KV_HEADS, LAYERS, Engine, Tokens, ids
@@ -706,7 +706,8 @@ class Server(Engines):
     test_a_daemon_without_room_where_requests_begin_anew = None
 
 
-SUITES = [Steps, Names, Refused, Poisoned, Full, Engines, Processes, Server]
+SUITES = [Steps, Names, Refused, Poisoned, Full, PoisonedInDaemon, FullInDaemon,
+          Engines, Processes, Server]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -39,8 +39,9 @@ class Part:
 class Step(plugin.Step):
     """Of a forward. All of its requests have tokens in it.
 
-    live  parts that have an entry: the oldest first, since kvqd gives room in the entries' order
-    out   the others
+    live     parts that have an entry: the oldest first, since kvqd gives room in the entries' order
+    out      the others
+    handles  of the sessions that it began with
     """
 
     def __init__(self, worker, parts, ids, dtype):
@@ -55,6 +56,7 @@ class Step(plugin.Step):
         self.live = sorted((p for p in parts if p.session is not None),
                            key=lambda p: worker.ages[p.name])
         self.out = [p for p in parts if p.session is None]
+        self.handles = [p.session.handle for p in self.live]
 
     def _enter(self):
         """Makes an entry for each live part."""
@@ -91,7 +93,7 @@ class Step(plugin.Step):
             if victim is None:
                 self._refuse(refused)
                 return
-            super().abort()
+            self.abort()
             self.worker.lose(victim, _for_room(refused))
             self.out += [p for p in self.live if p.name == victim]
             self.live = [p for p in self.live if p.name != victim]
@@ -135,8 +137,8 @@ class Step(plugin.Step):
 
     def _commit(self):
         """Where there was no room the entries stay in the step, which ends once more when younger
-        requests have given theirs up."""
-        handles = [part.session.handle for part in self.live]
+        requests have given theirs up. A step of which no part lives is aborted: it would stay under
+        way else."""
         while self.live:
             check(self.end())
             refused = self._refusals()
@@ -146,10 +148,15 @@ class Step(plugin.Step):
             if not refused:
                 break
             self._end_again(refused)
-            if not self.live:
-                self.abort()
-                self.worker.let_go(handles)
+        if not self.live:
+            self.abort()
         self.worker.step, self.worker.made = None, True
+
+    def abort(self):
+        """Also lets go of the page tables of sessions that were closed meanwhile."""
+        code = super().abort()
+        self.worker.let_go(self.handles)
+        return code
 
     def _end_again(self, refused):
         """Leaves those live that there may be room for now."""
