@@ -333,6 +333,41 @@ class Full(Rig):
         engine.step([(one, 1)])
         self.assertTrue(torch.stack(engine.outputs["one"]).isnan().all())
 
+    def test_patience_is_of_the_oldest(self):
+        """A request is not given up while an older one has the room, nor at once behind that."""
+        self.limited("host-bytes", 1 << 20)
+        engine, now = self.engine(prefix=False, recompute=True), [5.0]
+        engine.worker.clock = lambda: now[0]
+        old, young = engine.ask("old", ids(20, 1)), engine.ask("young", ids(1000, 2))
+        with self.says():
+            self.near(engine.step([(old, None)]))
+            for now[0] in range(0, 400, 8):
+                work = [(young, min(NEAR_ROWS, 1000 - young.done))]
+                engine.step(work, finished=[old] if now[0] == 200 else [])
+                if engine.worker.void:
+                    break
+        self.assertIn(now[0], range(260, 290))
+
+    def test_an_older_one_that_begins_anew_takes_the_room(self):
+        """In the same step, so that it has no tokens in kvqd yet."""
+        self.limited("host-bytes", 1 << 20)
+        engine, now = self.engine(prefix=False, recompute=True), [5.0]
+        engine.worker.clock = lambda: now[0]
+        old, young = engine.ask("old", ids(900, 1), 500), engine.ask("young", ids(400, 2), 200)
+        with self.says():
+            for now[0] in range(0, 200, 8):
+                self.near(engine.step([(old, 500 + now[0] // 4), (young, 200)]))
+                self.assertEqual(list(engine.worker.sessions), ["old"])
+                session = engine.worker.sessions["old"]
+                handle = session.handle
+                session.drop()
+                session.handle = handle
+                engine.step([(old, 1), (young, 1)])
+                self.assertEqual((engine.failed, engine.worker.void), ({"old", "young"}, set()))
+            self.near(engine.step([(young, 200)], finished=[old]))
+            self.near(engine.step([(young, 1)]))
+            self.assertEqual(list(engine.worker.sessions), ["young"])
+
     def test_a_session_that_is_gone(self):
         """As one whose blocks on disk are damaged."""
         for count in (1, NEAR_ROWS + 1):

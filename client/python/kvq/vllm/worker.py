@@ -14,7 +14,7 @@ from ..memory import CODES
 from .checks import refuse
 from .step import GONE, NO_ROOM, Part, Step
 
-PATIENCE = 60.0  # seconds that a request alone in kvqd begins anew without getting any farther
+PATIENCE = 60.0  # seconds that the oldest request begins anew without getting any farther
 
 _log = logging.getLogger("vllm.kvq")
 
@@ -88,7 +88,9 @@ class Worker:
         self.ages = {}      # of each request, a number that later ones have a larger one of
         self.count = itertools.count()
         self.lost, self.void, self.told = set(), set(), set()
-        self.reach, self.stuck = {}, {}  # tokens it once had, and since when it gets no farther
+        # Of each request the tokens that it once had, and since when it gets no farther, with no
+        # older one in its way.
+        self.reach, self.stuck = {}, {}
         self.clock = time.monotonic
 
     def understand(self, caches):
@@ -235,8 +237,8 @@ class Worker:
         elif code in NO_ROOM:
             self.full = True
             if self._hopeless(part.name):
-                self._end_meaning(part.name, f"{text}. It is alone in kvqd, and has begun anew for "
-                                  f"{PATIENCE:.0f} seconds")
+                self._end_meaning(part.name, f"{text}. No request is older, and it has begun "
+                                  f"anew for {PATIENCE:.0f} seconds")
             else:
                 self.lose(part.name, text)
         elif code in GONE:
@@ -257,7 +259,6 @@ class Worker:
         do not begin with."""
         self._end(name)
         self.lost.add(name)
-        self.stuck.setdefault(name, self.clock())
         if name not in self.told:
             self.told.add(name)
             says = "kvq: request %s begins anew, as often as need be: %s" if self.recompute else \
@@ -270,10 +271,14 @@ class Worker:
         _log.error("kvq: request %s goes on without meaning: %s", name, text)
 
     def _hopeless(self, name):
-        others = any(s.tokens for n, s in self.sessions.items() if n != name)
-        since = self.stuck.get(name)
-        return (self.recompute and not others and since is not None and
-                self.clock() - since > PATIENCE)
+        """Whether beginning anew has not helped a request for long. While there is an older one, in
+        kvqd or about to begin anew, that one may have the room, and takes it first."""
+        if not self.recompute:
+            return False
+        if any(self.ages[other] < self.ages[name] for other in self.ages.keys() - self.void):
+            self.stuck.pop(name, None)
+            return False
+        return self.clock() - self.stuck.setdefault(name, self.clock()) > PATIENCE
 
     def progress(self, parts):
         """A step begins."""
