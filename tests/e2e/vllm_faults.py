@@ -316,22 +316,40 @@ class Full(Rig):
                         self.assertEqual((engine.failed, one.done), (set(), count + 1))
                     self.assertRegex(said.output[0], "request one .*E_QUOTA")
 
-    def test_no_room_at_all(self):
-        """A request that never fits goes on without meaning, behind a minute."""
-        self.limited("host-bytes", 1 << 20)
-        engine, now = self.engine(prefix=False, recompute=True), [5.0]
+    def play_alone(self, engine, name, prompt=1000):
+        """A request alone, in pieces, each four seconds behind the last one, until there is no
+        hope for it. Returns when that was."""
+        now = [0]
         engine.worker.clock = lambda: now[0]
-        one = engine.ask("one", ids(1000, 1))
+        one = engine.ask(name, ids(prompt, 1))
         with self.says():
             for now[0] in range(0, 200, 4):
-                count = min(NEAR_ROWS, 1000 - one.done)
-                engine.step([(one, count)])
+                engine.step([(one, min(NEAR_ROWS, prompt - one.done))])
                 if engine.worker.void:
                     break
-        self.assertIn(now[0], range(60, 90))
         self.assertEqual((engine.failed, engine.worker.lost), (set(), set()))
         engine.step([(one, 1)])
-        self.assertTrue(torch.stack(engine.outputs["one"]).isnan().all())
+        self.assertTrue(torch.stack(engine.outputs[name]).isnan().all())
+        return now[0]
+
+    def test_no_room_at_all(self):
+        """A request that never fits goes on without meaning, behind a minute; also where it is its
+        session that cannot be opened."""
+        for limit, bytes in (("host-bytes", 1 << 20), ("table-bytes", 1)):
+            with self.subTest(limit):
+                self.limited(limit, bytes)
+                engine = self.engine(prefix=False, recompute=True)
+                self.assertIn(self.play_alone(engine, "one"), range(60, 90))
+                engine.close()
+                self.doCleanups()
+
+    @staticmethod
+    def gone(engine, name):
+        """kvqd has no longer a request's session."""
+        session = engine.worker.sessions[name]
+        handle = session.handle
+        session.drop()
+        session.handle = handle
 
     def test_patience_is_of_the_oldest(self):
         """A request is not given up while an older one has the room, nor at once behind that."""
@@ -358,10 +376,7 @@ class Full(Rig):
             for now[0] in range(0, 200, 8):
                 self.near(engine.step([(old, 500 + now[0] // 4), (young, 200)]))
                 self.assertEqual(list(engine.worker.sessions), ["old"])
-                session = engine.worker.sessions["old"]
-                handle = session.handle
-                session.drop()
-                session.handle = handle
+                self.gone(engine, "old")
                 engine.step([(old, 1), (young, 1)])
                 self.assertEqual((engine.failed, engine.worker.void), ({"old", "young"}, set()))
             self.near(engine.step([(young, 200)], finished=[old]))
@@ -376,10 +391,7 @@ class Full(Rig):
                     engine = self.engine(prefix=False, recompute=recompute)
                     one, two = (engine.ask(str(n), ids(500, n), 40) for n in (1, 2))
                     self.near(engine.step([(one, None), (two, None)]))
-                    session = engine.worker.sessions["1"]
-                    handle = session.handle
-                    session.drop()
-                    session.handle = handle
+                    self.gone(engine, "1")
                     self.near(engine.step([(one, 1), (two, count)]))
                     self.assertEqual(engine.failed, {"1"})
                     self.assertRegex(said.output[0], "request 1 .*: E_[A-Z_]+: ")

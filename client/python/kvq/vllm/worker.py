@@ -234,14 +234,8 @@ class Worker:
         """kvqd has not taken a request's tokens, or no more of them."""
         if code == kvq.Code.E_NONFINITE:
             self._poisoned(part.name, text)
-        elif code in NO_ROOM:
-            self.full = True
-            if self._hopeless(part.name):
-                self._end_meaning(part.name, f"{text}. No request is older, and it has begun "
-                                  f"anew for {PATIENCE:.0f} seconds")
-            else:
-                self.lose(part.name, text)
-        elif code in GONE:
+        elif code in (*NO_ROOM, *GONE):
+            self.full |= code in NO_ROOM
             self.lose(part.name, text)
         else:
             raise kvq.Error(code, text)
@@ -257,6 +251,10 @@ class Worker:
     def lose(self, name, text):
         """Gives up what kvqd has of a request. vLLM is told behind the next step that its tokens
         do not begin with."""
+        if self._hopeless(name):
+            self._end_meaning(name, f"{text}. No request is older, and it has begun anew for "
+                              f"{PATIENCE:.0f} seconds")
+            return
         self._end(name)
         self.lost.add(name)
         if name not in self.told:
