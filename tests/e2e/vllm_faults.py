@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one request's fault is to the others under kvq.vllm: values that are not finite, a pool that
 is full, a session that is gone. vLLM is not needed for it; vllm_test.py runs this."""
+import contextlib
 import os
 import unittest.mock
 
 import torch
 
 import e2e_rig
+import kvq
+from kvq import plugin
 from kvq.plugin import NEAR_ROWS
 from kvq.vllm.plan import Report
 from vllm_steps import DIM, KV_HEADS, LAYERS, Engine, Tokens, ids
@@ -382,6 +385,56 @@ class Full(Rig):
             self.near(engine.step([(young, 200)], finished=[old]))
             self.near(engine.step([(young, 1)]))
             self.assertEqual(list(engine.worker.sessions), ["young"])
+
+    @contextlib.contextmanager
+    def unread(self, name, call):
+        """What kvqd says of a session that lies on a disk which cannot be read, in calls of the
+        step that are so named."""
+        real = getattr(plugin.Step, call)
+
+        def refused(step, *arguments):
+            answer = real(step, *arguments)
+            step.status[[part.name == name for part in step.live]] = kvq.Code.E_SYSTEM
+            return answer
+        with unittest.mock.patch.object(plugin.Step, call, refused):
+            yield
+
+    def test_a_disk_that_cannot_be_read(self):
+        """Of a request's session: the others have their outputs."""
+        for call in ("begin", "ask", "end"):
+            for count in (1, NEAR_ROWS + 1):
+                with self.subTest(call=call, count=count), self.says() as said:
+                    engine = self.engine(prefix=False)
+                    one, two = (engine.ask(str(n), ids(500, n), 40) for n in (1, 2))
+                    self.near(engine.step([(one, None), (two, None)]))
+                    with self.unread("1", call):
+                        self.near(engine.step([(one, 1), (two, count)]))
+                    self.assertEqual((engine.failed, engine.worker.full), ({"1"}, False))
+                    self.assertRegex(said.output[0], "request 1 ends with an error: E_SYSTEM")
+                    self.near(engine.step([(two, 1)], finished=[one]))
+
+    def test_a_disk_that_is_never_read(self):
+        """What begins anew in vain for a minute goes on without meaning."""
+        engine = self.engine(prefix=False, recompute=True)
+        with self.unread("one", "begin"):
+            self.assertIn(self.play_alone(engine, "one"), range(60, 90))
+
+    def test_a_session_that_is_not_opened(self):
+        """Since the system refuses something: its request begins anew."""
+        engine = self.engine(prefix=False, recompute=True)
+        one, two = (engine.ask(str(n), ids(60, n), 40) for n in (1, 2))
+
+        def refused(*_, **__):
+            raise kvq.Error(kvq.Code.E_SYSTEM, "no")
+        with self.says() as said:
+            self.near(engine.step([(one, None)]))
+            with unittest.mock.patch.object(engine.worker.client, "session", refused):
+                self.near(engine.step([(one, 1), (two, None)]))
+            engine.step([(one, 1), (two, 1)])
+            self.assertEqual((engine.failed, engine.worker.full), ({"2"}, False))
+            self.near(engine.step([(one, 1), (two, 41)]))
+        self.assertRegex(said.output[0], "request 2 begins anew.*: E_SYSTEM")
+        self.assertEqual(set(engine.worker.sessions), {"1", "2"})
 
     def test_a_session_that_is_gone(self):
         """As one whose blocks on disk are damaged."""

@@ -18,8 +18,10 @@ from ..fresh import causal
 
 # There may be room later, maybe once other requests have ended.
 NO_ROOM = (Code.E_NO_MEMORY, Code.E_QUOTA, Code.E_DEADLINE)
-# The session is no more, as one whose blocks on disk are damaged.
-GONE = (Code.E_NO_SESSION, Code.E_STALE, Code.E_NO_STEP, Code.E_CANCELLED, Code.E_DAMAGED)
+# The session is no more, as one whose blocks on disk are damaged; or what it needs could not be had
+# of the system, as blocks that the disk does not read.
+GONE = (Code.E_NO_SESSION, Code.E_STALE, Code.E_NO_STEP, Code.E_CANCELLED, Code.E_DAMAGED,
+        Code.E_SYSTEM)
 
 
 @dataclass

@@ -172,10 +172,11 @@ class Worker:
             except kvq.Error as error:
                 if session is not None:
                     session.close()
-                if error.code not in (*NO_ROOM, kvq.Code.E_LIMIT):
+                if error.code not in (*NO_ROOM, kvq.Code.E_LIMIT, kvq.Code.E_SYSTEM):
                     raise
-                victim, session = self._younger(name), None
-                self.full = True
+                session, victim = None, None
+                if error.code != kvq.Code.E_SYSTEM:
+                    victim, self.full = self._younger(name), True
                 if victim is None:
                     self.lose(name, str(error))
                     return
