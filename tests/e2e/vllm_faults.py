@@ -225,7 +225,7 @@ class Full(Rig):
         """While those that run lack room: for a second, or until one of them has ended."""
         engine, now = self.engine(), [5.0]
         engine.planner.clock = lambda: now[0]
-        one, two, other = (engine.ask(str(i), ids(60, i), 50) for i in range(3))
+        one, two, other, three = (engine.ask(str(i), ids(60, i), 50) for i in range(4))
         engine.planner.heard(Report(True))
         self.assertEqual(engine.planner.matched(one), 0)  # nobody runs whose end there would be
         self.near(engine.step([(one, None)]))
@@ -234,8 +234,15 @@ class Full(Rig):
         self.near(engine.step([(one, 1), (other, None)]))
         engine.planner.heard(Report(True))
         self.assertIsNone(engine.planner.matched(two))
+        engine.planner.over(three)  # that waits, and has no room to give
+        self.assertIsNone(engine.planner.matched(two))
         engine.finish(one)
         self.assertEqual(engine.planner.matched(two), 0)  # though the other one runs
+        engine.planner.heard(Report(True))  # of the step behind which the first one has ended
+        self.assertEqual(engine.planner.matched(two), 0)
+        self.near(engine.step([(other, 1)]))
+        engine.planner.heard(Report(True))
+        self.assertIsNone(engine.planner.matched(two))
 
     def pair(self, recompute, first):
         """Of requests at the end of their last block, the older first."""

@@ -75,6 +75,7 @@ class Planner:
         self.vain = {}      # of a request that waits: when kvqd was last asked and had nothing
         self.told = set()   # why nothing is shared, in the log already
         self.full = None    # when kvqd last had no room for a request that runs
+        self.freed = False  # one that ran has ended since the last plan
         self.clock = time.monotonic
         self.done = []      # held sessions whose requests begin in the step that is planned
         self.old = []       # .. that began in the step before it, which has been made
@@ -157,14 +158,16 @@ class Planner:
                                    self._salt(request), self.first[name]))
 
     def heard(self, report):
-        """What the worker tells of a step that was made."""
-        if report.full:
+        """What the worker tells of a step that was made. vLLM hands it on behind the ends of that
+        step's requests, whose room is free by now."""
+        if report.full and not self.freed:
             self.full = self.clock()
 
     def over(self, request):
         """A request has finished, or was given up."""
         name = request.request_id
-        self.full = None
+        if name in self.first:
+            self.full, self.freed = None, True
         held = self.held.pop(name, None)
         if held is not None:
             held.close()
@@ -191,7 +194,7 @@ class Planner:
             if at == 0 and name not in opened:  # the worker has lost it, and vLLM begins it anew
                 self._open(name, 0)
         plan = Plan(self.ended | set(preempted), self.opened)
-        self.opened, self.ended = [], set()
+        self.opened, self.ended, self.freed = [], set(), False
         for name, at in [*started, *going]:
             count = output.num_scheduled_tokens[name]
             ids = list(self.requests[name].all_token_ids[at:at + count])
