@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/bench-engines.py and tools/bench-prompt.py without any engine: what they refuse, and what
 they say of rows that are not over kvq. Engines are stood for by scripts and modules."""
+import importlib
 import importlib.util
 import io
 import json
@@ -174,6 +175,42 @@ class Backend(Case):
                 with self.assertRaisesRegex(RuntimeError, "512 tokens, and 1024 were decoded"):
                     prompt.work_in_vllm(given)
                 self.assertEqual(out.getvalue(), "")
+
+
+class Pieces(unittest.TestCase):
+    """Of rows over kvq, with stand-ins of what is not here."""
+
+    @staticmethod
+    def load(name, **modules):
+        """A module of tools/engines."""
+        stands = {n: mock.MagicMock() for n in ("numpy", "gguf", "kvq", "kvq.private")}
+        with mock.patch.dict(sys.modules, {**stands, **modules}):
+            for known in ("llama_files", name):
+                sys.modules.pop(known, None)
+            return importlib.import_module(name)
+
+    def test_contexts_are_freed(self):
+        """Each once, also if the second one, over full sessions, is not made or takes no state."""
+        for contexts, takes, freed in (((1, 2), (4, 4), [1]), ((1, 0), (4,), [1]),
+                                       ((1, 2), (4, 0), [1, 2]), ((1,), (0,), [1]), ((0,), (), [])):
+            api = mock.MagicMock()
+            api.llama_init_from_model.side_effect = contexts
+            api.llama_state_seq_set_data.side_effect = takes
+            module = self.load("in_llama", llama_cpp=api)
+            kvq = module.OverKvq
+            with mock.patch.multiple(kvq, state=lambda _: b"seed", longer=lambda *_: b"long",
+                                     _fill_sessions=mock.DEFAULT,
+                                     _begin_daemon=lambda row: setattr(row, "daemon", Daemon(0))), \
+                    mock.patch.dict(os.environ), \
+                    mock.patch.object(module.llama_files, "decode", return_value=0), \
+                    self.subTest(contexts=contexts, takes=takes):
+                if freed == [1] and len(takes) == 2:
+                    row = kvq(mock.Mock(threads=1), "f16", "", 64, 1)
+                    self.assertEqual(row.context, 2)
+                else:
+                    with self.assertRaises(RuntimeError):
+                        kvq(mock.Mock(threads=1), "f16", "", 64, 1)
+                self.assertEqual([c.args[0] for c in api.llama_free.call_args_list], freed)
 
 
 class Engines(Case):

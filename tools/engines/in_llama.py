@@ -73,6 +73,7 @@ class OverKvq(Cache):
         try:
             self._open(form, path or "exact", tokens)
         except BaseException:
+            self.free()
             if self.daemon:
                 self.daemon.stop()
             raise
@@ -83,7 +84,7 @@ class OverKvq(Cache):
         self._begin_daemon()
         super().__init__(self.worker, "f16", True, tokens, self.batch)
         state = bytes(self.state())
-        api.llama_free(self.context)
+        self.free()
         self.daemon.stop()
         self.daemon = None
         # As if llama.cpp had been started anew over sessions that it filled before.

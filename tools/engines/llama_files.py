@@ -126,16 +126,22 @@ def decode(api, context, at, ids, sequences=1):
 class Cache(Row):
     """A context that is full: as many sequences as the batch has, of the same tokens. Subclasses
     say how one begins, and how a sequence's state is read and set."""
-    api = None
+    api = context = None
 
     def __init__(self, worker, kind, flash, tokens, batch):
-        self.worker, self.at, self.context, self.batch = worker, 0, None, batch
+        self.worker, self.at, self.batch = worker, 0, batch
         self.begin(kind, flash, tokens)
         try:
             self._fill_sequences(tokens)
         except BaseException:
-            self.api.llama_free(self.context)
+            self.free()
             raise
+
+    def free(self):
+        """Frees the context, if there is one."""
+        if self.context:
+            self.api.llama_free(self.context)
+        self.context = None
 
     def _fill_sequences(self, tokens):
         self.decode(range(1, 1 + SEED), 1)
@@ -198,7 +204,7 @@ class Cache(Row):
 
     def close(self):
         """See worker.py."""
-        self.api.llama_free(self.context)
+        self.free()
         super().close()
 
 
