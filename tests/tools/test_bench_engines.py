@@ -212,6 +212,22 @@ class Pieces(unittest.TestCase):
                         kvq(mock.Mock(threads=1), "f16", "", 64, 1)
                 self.assertEqual([c.args[0] for c in api.llama_free.call_args_list], freed)
 
+    def test_the_pool(self):
+        """Of a daemon: all that the machine has, for a batch."""
+        module = self.load("daemon")
+
+        def start(arguments, pass_fds):
+            pools.append(int(arguments[arguments.index("--pool-bytes") + 1]))
+            os.write(pass_fds[0], b"ready")
+            return mock.Mock()
+        pools = []
+        with mock.patch.object(module.subprocess, "Popen", start):
+            for left in (100 << 30, 5 << 30, -1):
+                with mock.patch.object(module, "available", return_value=left):
+                    for batch in (1, 2):
+                        module.Daemon(1, batch).stop()
+        self.assertEqual(pools, [8 << 30, 100 << 30, 5 << 30, 5 << 30, 1 << 28, 1 << 28])
+
 
 class Engines(Case):
     """bench-engines.py over workers that time nothing."""

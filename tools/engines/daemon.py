@@ -13,17 +13,19 @@ from kvq.private import program
 from worker import SETTLES, SHAPE, available, resident
 
 AT_ONCE = 4096  # tokens of a step that fills, unless said
-POOL = 8 << 30  # bytes, where the machine has as many
+POOL = 8 << 30  # bytes for one request, where the machine has as many
 LEAST = 1 << 28  # bytes of a pool
 
 
 class Daemon:
-    """A kvqd in a folder of its own. It ends with this process, if not before."""
+    """A kvqd in a folder of its own. It ends with this process, if not before. Its pool may grow to
+    all that the machine has left where a batch is to fit."""
 
-    def __init__(self, workers):
+    def __init__(self, workers, batch=1):
         self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
         self.directory = os.path.join(self.folder.name, "run")
-        pool = min(POOL, max(available(), LEAST))
+        left = max(available(), LEAST)
+        pool = left if batch > 1 else min(left, POOL)
         ready, told = os.pipe()
         lives, self.lives = os.pipe()
         self.process = subprocess.Popen(

@@ -96,7 +96,7 @@ class OverKvq(Cache):
 
     def _begin_daemon(self):
         from daemon import Daemon
-        self.daemon = Daemon(self.worker.threads)
+        self.daemon = Daemon(self.worker.threads, self.batch)
         os.environ["KVQ_RUNTIME_DIR"] = self.daemon.directory
 
     def _fill_sessions(self, form, path, tokens):

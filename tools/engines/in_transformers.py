@@ -94,7 +94,7 @@ class Kvq(Model):
     def __init__(self, worker, name, tokens, batch):
         super().__init__(worker.models.over_kvq, tokens, batch)
         self.client = None
-        self.daemon = Daemon(worker.threads)
+        self.daemon = Daemon(worker.threads, batch)
         try:
             self._open(name, tokens, worker.threads)
         except BaseException:

@@ -53,7 +53,7 @@ class Engine(Row):
         self.bytes, self.tokens, self.batch = of_token * tokens * batch, tokens, batch
         options["kv_cache_memory_bytes"] = of_token * (tokens + 2 * ROOM) * batch + (64 << 20)
         if kind.startswith("kvq:"):
-            options = self._over_kvq(worker, kind[4:], (tokens + 2 * ROOM) * batch)
+            options = self._over_kvq(worker, kind[4:], tokens + 2 * ROOM, batch)
         from vllm import EngineArgs, LLMEngine, SamplingParams
         self.engine = LLMEngine.from_engine_args(EngineArgs(
             model=worker.folder.name, load_format="dummy", dtype="bfloat16", enforce_eager=True,
@@ -61,12 +61,12 @@ class Engine(Row):
             max_model_len=tokens + ROOM, max_num_batched_tokens=2048, seed=1, **options))
         self.sampling = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
 
-    def _over_kvq(self, worker, form, places):
+    def _over_kvq(self, worker, form, places, batch):
         from daemon import Daemon
-        self.daemon = Daemon(worker.threads)
+        self.daemon = Daemon(worker.threads, batch)
         form, _, path = form.partition("/")
         os.environ.update(KVQ_VLLM="1", KVQ_RUNTIME_DIR=self.daemon.directory)
-        return {"kv_cache_memory_bytes": places * SHAPE["layers"] * 2 + (16 << 20),
+        return {"kv_cache_memory_bytes": places * batch * SHAPE["layers"] * 2 + (16 << 20),
                 "kv_transfer_config": {
                     "kv_connector": "KvqConnector", "kv_role": "kv_both",
                     "kv_connector_extra_config": {"format": form, "attention": path or "exact",
