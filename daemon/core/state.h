@@ -56,9 +56,7 @@ struct kvq__namespace {
     // Its requests that wait for room (admission.c).
     struct kvq__line lines[KVQ__LIMITS];                                // below its own limits
     struct kvq__waits at_limit[KVQ__LIMITS], at_pool[1 + KVQ_MAX_GPUS]; // how many, and where
-    uint32_t n_waits;             // for how many of these some wait
-    uint64_t next_try, next_hope; // of one of them from the start: after a while, or since there
-                                  // seems to be room
+    uint32_t n_waits;                       // for how many of these some wait
     uint64_t full_event_at, quota_event_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     uint64_t not_parked_event_at;           // and KVQ__EVENT_NOT_PARKED; 0: none yet
     bool configured;

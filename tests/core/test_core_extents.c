@@ -280,6 +280,40 @@ STARVED_TEST(test_deadline)
     assert_int_equal(kvq__queue_completion(member.queue)->status, KVQ_E_DEADLINE);
 }
 
+// Several that wait for extents, of different sizes, have them in the order in which they came,
+// however many blocks a try takes and gives back.
+STARVED_TEST(test_oldest_first)
+{
+    enum { WAIT = 4 };
+    static const uint16_t sessions[WAIT] = {1, 2, 2, 1}; // of two extents each
+    static struct member clients[WAIT];
+    uint32_t served = 0;
+    for (uint32_t i = 0; i < WAIT; i++) {
+        assert_int_equal(member_open(&kit, &clients[i], 1000, BUFFER), 0);
+        close_session(&clients[i], session(&clients[i]));
+        struct kvq_entry_wire e[2] = {0};
+        for (uint32_t k = 0; k < sessions[i]; k++)
+            e[k] = (struct kvq_entry_wire){.handle = session(&clients[i]), .append = MOST_TOKENS};
+        struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, sessions[i], KIT_STEP);
+        assert_int_equal(kit_request(&clients[i], &r, e), 1);
+        assert_true(clients[i].queue->turn.extents);
+    }
+    for (uint32_t round = 0; served < WAIT; round++) {
+        assert_true(round < 1000);
+        others_work();
+        kit_poll(kit.core);
+        for (uint32_t i = WAIT; i-- > 0;) {
+            if (!clients[i].queue->busy || kvq__request_continue(clients[i].queue) != KVQ__DONE)
+                continue;
+            assert_int_equal(kvq__queue_results(clients[i].queue)[0].status, 0);
+            assert_int_equal(i, served++);
+        }
+        kit_pass(&kit, 50000);
+    }
+    for (uint32_t i = 0; i < WAIT; i++)
+        member_close(&clients[i]);
+}
+
 // While the daemon drains open sessions may end their steps, whose memory is yet to be made.
 STARVED_TEST(test_drain)
 {

@@ -436,6 +436,95 @@ SAVING_TEST(test_tries_of_blocks_in_vain)
     member_close(&third);
 }
 
+// A large request whose tries are in vain where it waits holds back nobody of its namespace who
+// waits elsewhere.
+TEST_BETWEEN(test_in_vain_elsewhere, setup, teardown)
+{
+    struct member big, third;
+    hold_all(held);
+    home = 0;
+    attach(&big, 1000);
+    attach(&third, 1001);
+    uint64_t h = fed(&third, "z");
+    kvq__session_ref(kit_of(&third, h));
+    pass(2 * SECOND);
+    assert_int_equal(begin(&big, opened(&big, "x"), 9, 244 * PAGE, 3600 * SECOND), 1);
+    home = 1;
+    assert_int_equal(begin(&other, opened(&other, "s"), 9, 1, 3600 * SECOND), 1);
+    assert_ptr_not_equal(big.queue->turn.waits, other.queue->turn.waits);
+    uint64_t taken = kit.core->room.taken;
+    for (uint32_t i = 0, tries = 0; tries < 3; i++) {
+        assert_true(i < 10000);
+        pass(MS / 10);
+        kvq__freed_note(kit_namespace(&kit, 1000), &kit.core->pools[0]);
+        assert_int_equal(kit_again(&big), 1);
+        tries += kit.core->room.taken != taken;
+        taken = kit.core->room.taken;
+    }
+    kvq__session_unref(kit_of(&m, held[0]));
+    kit_drop(&m, held[0]);
+    rest();
+    assert_int_equal(kit_again(&other), 0);
+    assert_int_equal(status_of(&other), 0);
+    for (uint32_t i = 1; i < 4; i++)
+        kvq__session_unref(kit_of(&m, held[i]));
+    kvq__session_unref(kit_of(&third, h));
+    wait_no_more(&big);
+    member_close(&big);
+    member_close(&third);
+}
+
+// One that is to be refused after its two seconds is refused then, whenever the next try of those
+// who wait there may be.
+SAVING_TEST(test_refused_in_time)
+{
+    hold_all(held);
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_used(kit_of(&m, held[i]));
+    assert_int_equal(begin(&other, opened(&other, "x"), 9, 1, 0), 1);
+    let_go(held);
+    for (uint32_t i = 0; i < 4; i++)
+        kit_of(&m, held[i])->pinned = true;
+    struct kvq__waits *w = other.queue->turn.waits;
+    w->next_try = w->next_hope = kit.now + 3600 * SECOND;
+    for (uint32_t i = 0; i < 21 && other.queue->busy; i++) {
+        pass(SECOND / 10);
+        something_is_freed();
+        kit_again(&other);
+    }
+    assert_false(other.queue->busy);
+    assert_int_equal(status_of(&other), KVQ_E_NO_MEMORY);
+}
+
+// A demoted session's request does not know what it needs, and so what its tries in vain say of the
+// room for others.
+TEST_BETWEEN(test_demoted_in_vain, setup, teardown)
+{
+    uint64_t h[5];
+    uint32_t tries = 0;
+    for (uint32_t i = 0; i < 5; i++) {
+        h[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, h[0]));
+    for (uint32_t i = 1; i < 5; i++)
+        kvq__session_ref(kit_of(&m, h[i]));
+    assert_int_equal(begin(&m, h[0], 9, 1, 3600 * SECOND), 1);
+    const struct kvq__waits *w = m.queue->turn.waits;
+    for (uint32_t i = 0; i < 20; i++) {
+        uint64_t tried = m.queue->turn.tried;
+        pass(MS);
+        something_is_freed();
+        assert_int_equal(kit_again(&m), 1);
+        assert_int_equal(w->next_hope, 0);
+        tries += m.queue->turn.tried != tried;
+    }
+    assert_true(tries > 2);
+    for (uint32_t i = 1; i < 5; i++)
+        kvq__session_unref(kit_of(&m, h[i]));
+    wait_no_more(&m);
+}
+
 // ---- Claims ----
 
 // A request for a page for a new session, and with it another one.

@@ -51,6 +51,8 @@ struct kvq__line {
 struct kvq__waits {
     uint32_t n;
     uint64_t evictions; // core->evict.ended when one of them last looked for sessions that may go
+    uint64_t next_try, next_hope; // of one of them from the start: after a while, or since there
+                                  // seems to be room
 };
 
 void kvq__line_open(struct kvq__line *line);

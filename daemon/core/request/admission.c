@@ -170,16 +170,18 @@ static uint64_t looks_apart(const struct kvq__queue *q, uint64_t least)
 }
 
 // When the next try from the start may be, by the work of the last one. `not_before`: by the last
-// tries of its namespace.
+// tries of those requests of its namespace that wait at the same place.
 static uint64_t next_try(const struct kvq__queue *q, uint64_t least, uint64_t not_before)
 {
     uint64_t apart = sharers(q) * q->turn.work * TRY_NS;
     return kvq__max(not_before, q->turn.tried + kvq__max(least, apart));
 }
 
+// Blocks count where there was no room. Where extents were missing, what the try took stays for the
+// next one, and there are no more such tries than extents that are made.
 static uint64_t work_of_try(const struct kvq__queue *q)
 {
-    uint64_t work = (q->core->room.taken - q->turn.taken) * BLOCK_WORK;
+    uint64_t work = q->turn.extents ? 0 : (q->core->room.taken - q->turn.taken) * BLOCK_WORK;
     struct kvq__handle *h;
     for (uint32_t i = 0; i < q->header.count; i++) {
         work += ENTRY_WORK;
@@ -192,12 +194,15 @@ static uint64_t work_of_try(const struct kvq__queue *q)
 // A try has ended, and the request waits.
 static void note_try(struct kvq__queue *q)
 {
-    struct kvq__namespace *ns = q->turn.ns;
+    struct kvq__waits *w = q->turn.waits;
+    uint64_t theirs = (uint64_t)q->core->room.n_waiting * q->turn.ns->n_waits;
     q->turn.tried = q->core->now;
     q->turn.work = work_of_try(q);
-    ns->next_try = q->core->now + q->core->room.n_waiting * q->turn.work * TRY_NS;
-    if (q->turn.hoped) // nor do others of the namespace find the room that seemed there
-        ns->next_hope = ns->next_try;
+    w->next_try = q->core->now + theirs * q->turn.work * TRY_NS;
+    if (q->turn.extents)
+        q->turn.hoped = NULL;
+    if (q->turn.hoped == w && q->turn.refused.code) // there is no room for others there either
+        w->next_hope = w->next_try;
 }
 
 static struct kvq__line *its_line(const struct kvq__queue *q, const struct kvq__shortage *s)
@@ -256,12 +261,12 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused)
     if (!q->turn.in_line)
         add_waiter(q, refused);
     claim_sessions(q);
+    q->turn.extents = refused->code == KVQ_E_BUSY;
     if (was_tried)
         note_try(q);
     q->turn.listed = true;
     q->turn.place = refused->pool;
     q->turn.quota = refused->code == KVQ_E_QUOTA;
-    q->turn.extents = refused->code == KVQ_E_BUSY;
     q->turn.seen = changes(q);
 }
 
@@ -306,7 +311,7 @@ void kvq__admission_leave(struct kvq__queue *q)
     if (q->turn.in_line)
         drop_waiter(q);
     drop_claims(q);
-    q->turn.hoped = false;
+    q->turn.hoped = NULL;
     q->turn.ticket = 0;
     q->turn.looked = 0;
     q->turn.refused.code = 0;
@@ -495,31 +500,38 @@ static const struct kvq__session *refused_session(const struct kvq__queue *q)
     return s->ns == refused->ns && kvq__shortage_counts(refused, s) ? s : NULL;
 }
 
+// The request waits until then unless something changes; younger waiters may go first.
+static bool waits_until(struct kvq__queue *q, uint64_t at)
+{
+    q->turn.seen = changes(q);
+    q->turn.look_at = at;
+    return true;
+}
+
 // Whether a request whose turn it is waits on, since the room that it lacked at its last try seems
 // not to be there. Only the next try sees what has changed of its sessions.
 static bool waits_on(struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
     const struct kvq__session *s = refused_session(q);
+    const struct kvq__waits *hoped = q->turn.hoped; // the last try was in vain there
     struct kvq__shortage refused = q->turn.refused;
-    bool in_vain = q->turn.hoped; // the last try found no room where some seemed to be
-    q->turn.hoped = false;
-    if (core->now >= next_try(q, LOOK_NS, q->turn.ns->next_try))
-        return false;
-    refused.later = false; // what was free only later may be free now
-    if (s && q->turn.need.missing > kvq__shortage_free(&refused) &&
-        wait_for_room(q, s, &refused, q->turn.need, NULL, false)) {
-        q->turn.hoped = in_vain;
-        return true;
-    }
-    uint64_t at = q->turn.ns->next_hope;
-    at = in_vain ? next_try(q, 0, at) : at;
-    q->turn.hoped = in_vain || core->now >= at;
+    uint64_t at = next_try(q, LOOK_NS, q->turn.waits->next_try);
+    q->turn.hoped = NULL;
     if (core->now >= at)
         return false;
-    q->turn.seen = changes(q); // so younger waiters may go first
-    q->turn.look_at = at;
-    return true;
+    if (q->turn.extents)
+        return q->turn.seen == changes(q) && waits_until(q, at);
+    refused.later = false; // that may be over
+    if (s && q->turn.need.missing > kvq__shortage_free(&refused)) {
+        bool waits = wait_for_room(q, s, &refused, q->turn.need, NULL, false);
+        q->turn.hoped = waits ? hoped : NULL; // else it is refused now
+        return waits;
+    }
+    at = q->turn.waits->next_hope;
+    at = hoped ? next_try(q, 0, at) : at;
+    q->turn.hoped = core->now >= at ? q->turn.waits : hoped;
+    return core->now < at && waits_until(q, at);
 }
 
 bool kvq__admission_turn(struct kvq__queue *q)

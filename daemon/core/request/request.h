@@ -178,19 +178,19 @@ struct kvq__turn {
     uint64_t look_work; // layers and blocks that this visited
     const struct kvq__pool *place; // where it found no room,
     struct kvq__namespace *ns;
-    bool quota;                   // for it is at its limit there
-    struct kvq__line *line;       // so it stands here,
-    struct kvq__waits *waits;     // and is one of these
-    uint32_t entry;               // the one that was refused, unless refused.code is 0
-    struct kvq__shortage refused; // what it was refused
-    struct kvq__need need;        // without which it is not tried again before its time
-    uint64_t tried;               // when it was tried last, from the start
-    bool hoped;                   // that was since there seemed to be room
-    bool claims;                  // its entries claim their sessions: while it waits
-    uint64_t work;                // what the last try took: layers visited, and more for blocks
-    uint64_t taken;               // core->room.taken before it
-    uint64_t attempt;             // to take pages (struct kvq__demand)
-    bool counted, swept;          // in it: the entries' needs are counted, deferred frees ended
+    bool quota;                     // for it is at its limit there
+    struct kvq__line *line;         // so it stands here,
+    struct kvq__waits *waits;       // and is one of these
+    uint32_t entry;                 // the one that was refused, unless refused.code is 0
+    struct kvq__shortage refused;   // what it was refused
+    struct kvq__need need;          // without which it is not tried again before its time
+    uint64_t tried;                 // when it was tried last, from the start
+    const struct kvq__waits *hoped; // that was since there seemed to be room here; NULL: it was not
+    bool claims;                    // its entries claim their sessions: while it waits
+    uint64_t work;                  // what the last try took: layers visited, and more for blocks
+    uint64_t taken;                 // core->room.taken before it
+    uint64_t attempt;               // to take pages (struct kvq__demand)
+    bool counted, swept;            // in it: the entries' needs are counted, deferred frees ended
 };
 
 struct kvq__queue {
