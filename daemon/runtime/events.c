@@ -48,6 +48,13 @@ static void log_event(const struct event_mail *e)
              kvq__log_quote(text, sizeof text, e->text));
 }
 
+// Details are told in the log alone: they come at any rate, and would push out of the history what
+// somebody has to know of.
+static bool is_detail(enum kvq__event_kind kind)
+{
+    return kinds[kind].level == KVQ_LOG_DEBUG;
+}
+
 // Loop's thread.
 static void tell_event(const struct event_mail *e)
 {
@@ -55,6 +62,8 @@ static void tell_event(const struct event_mail *e)
     Kvq__Event message;
     assert(e->kind < KVQ__EVENTS);
     log_event(e);
+    if (is_detail(e->kind))
+        return;
     clock_gettime(CLOCK_REALTIME, &now);
     kvq__event__init(&message);
     message.kind = (char *)(uintptr_t)kinds[e->kind].name;
@@ -113,12 +122,12 @@ void kvq__event_from_core(void *context, const struct kvq__event *event)
     struct event_mail *e = &events[next % EVENTS];
     // Mails come free in the order in which they were posted, so one ahead tells of all up to it.
     assert(event->kind < KVQ__EVENTS);
-    enum kvq_log_level level = kinds[event->kind].level;
-    if (level == KVQ_LOG_DEBUG && !kvq__log_has(level)) // details that nobody has asked for
+    bool detail = is_detail(event->kind);
+    if (detail && !kvq__log_has(KVQ_LOG_DEBUG)) // that nobody has asked for
         return;
-    uint32_t ahead = kept_from(level);
+    uint32_t ahead = kept_from(kinds[event->kind].level);
     if (kvq_word_load_acquire(&events[(next + ahead) % EVENTS].taken)) {
-        lost++;
+        lost += !detail; // which has no number that would be missing
         return;
     }
     next++;

@@ -30,7 +30,7 @@
     X(QUOTA_REACHED, quota_reached, WARN, "a namespace is at a limit; once a second for each")     \
     X(GPU_REFUSED, gpu_refused, WARN, "a kernel failed, and requests with it; once a second")      \
     X(REQUEST_REFUSED, request_refused, DEBUG,                                                     \
-      "a client's requests were refused; once a second for each, at log_level debug alone")        \
+      "a client's requests were refused; once a second for each, in the log alone, at debug")      \
     X(STORAGE_FULL, storage_full, WARN, "the disk is full, or the store is at its cap")            \
     X(STORAGE_FAILED, storage_failed, WARN, "a save failed that nobody waits for")                 \
     X(STORAGE_DAMAGED, storage_damaged, WARN, "what was stored of a session is damaged")           \
