@@ -107,6 +107,23 @@ TEST(held_leaves_cost_nothing)
     assert_int_equal(team->prefixes.n_nodes, SESSIONS);
 }
 
+// Of two namespaces the one gives a page up whose page was let go first, as within one index,
+// whichever was read first.
+TEST(let_go_first)
+{
+    struct kvq__namespace *team = namespace_of("team"), *open = namespace_of("open");
+    struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t early = feed_own("team", 0, 1), late = feed_own("open", 1, 1);
+    end(late);
+    kvq__core_clock(kit.core, ++kit.now);
+    end(early);
+    assert_int_equal(team->prefixes.n_nodes, 1);
+    assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY, NULL));
+    assert_int_equal(open->prefixes.n_nodes, 0);
+    assert_int_equal(team->prefixes.n_nodes, 1);
+    core_check(kit.core);
+}
+
 // So are pages whose blocks all have sessions, where what may go are blocks of pages that stay.
 TEST(held_pages_cost_nothing)
 {

@@ -7,16 +7,18 @@
 
 #include "daemon/core/state.h"
 
-static void count_of_page(struct kvq__alone *a, uint64_t bytes, bool is)
+static void count_of_page(struct kvq__alone *a, uint64_t bytes, bool is, uint64_t now)
 {
     bool had = a->bytes > 0;
     assert(is || (a->bytes >= bytes && a->of->bytes >= bytes));
     a->bytes += is ? bytes : -bytes;
     a->of->bytes += is ? bytes : -bytes;
-    if (!had)
+    if (!had) {
+        a->since = now;
         TAILQ_INSERT_TAIL(&a->of->lists[a->leaf], a, link);
-    else if (a->bytes == 0)
+    } else if (a->bytes == 0) {
         TAILQ_REMOVE(&a->of->lists[a->leaf], a, link);
+    }
 }
 
 void kvq__alone_count(const struct kvq__block *b, bool is)
@@ -24,7 +26,7 @@ void kvq__alone_count(const struct kvq__block *b, bool is)
     struct kvq__arena *arena = b->extent->owner;
     uint64_t *counts[] = {&arena->index_bytes, &arena->pool->index_bytes};
     assert(kvq__block_is_alone(b) && b->index && b->bytes > 0);
-    count_of_page((struct kvq__alone *)b->index, b->bytes, is);
+    count_of_page((struct kvq__alone *)b->index, b->bytes, is, arena->ns->core->now);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
         assert(is || *counts[i] >= b->bytes);
         *counts[i] += is ? b->bytes : -b->bytes;

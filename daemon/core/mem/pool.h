@@ -75,6 +75,7 @@ RB_HEAD(kvq__block_tree, kvq__block);
 struct kvq__alone {
     struct kvq__alones *of; // of the index
     uint64_t bytes;         // of the page's blocks to which nothing else has a reference
+    uint64_t since;         // when it had some again: the page was let go
     bool leaf;              // no page of the index comes behind it
     TAILQ_ENTRY(kvq__alone) link;
 };

@@ -525,7 +525,7 @@ static bool reclaim(struct kvq__core *core, struct sought *sought)
         if (at->prefixes.alone.bytes == 0)
             continue;
         struct kvq__node *node = oldest(core, &at->prefixes, sought);
-        if (node && (!first || node->used_at < first->used_at)) {
+        if (node && (!first || node->alone.since < first->alone.since)) {
             first = node;
             of = &at->prefixes;
         }
