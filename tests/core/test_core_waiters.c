@@ -525,6 +525,37 @@ TEST_BETWEEN(test_demoted_in_vain, setup, teardown)
     wait_no_more(&m);
 }
 
+// A FORK that is made in several turns counts the blocks of all of them, when it has to wait.
+SAVING_TEST(test_work_of_a_fork)
+{
+    uint64_t h[5];
+    fill_all(h);
+    kit_drop(&m, h[3]);
+    rest();
+    h[4] = opened(&m, "");
+    assert_int_equal(step(&m, h[4], 3 * PAGE), 0); // there is room for one page
+    for (uint32_t i = 0; i < 5; i++)
+        if (i != 3)
+            kit_of(&m, h[i])->pinned = true;
+    pass(2 * SECOND);
+    kit.core->config.fork_work = 1;
+    struct kvq_entry_wire e[2] = {entry(&m, h[0], 0), entry(&m, h[0], 0)};
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 2);
+    r.flags = KVQ_REQ_WAIT_ROOM;
+    r.deadline_ns = UINT64_MAX;
+    uint64_t before = kit.core->room.taken;
+    kit_load(&m, &r, e);
+    enum kvq__progress p = kvq__request_start(m.queue);
+    assert_int_equal(p, KVQ__AGAIN);
+    assert_int_equal(kit.core->room.taken - before, LAYERS);
+    while (p == KVQ__AGAIN)
+        p = kvq__request_continue(m.queue);
+    assert_int_equal(p, KVQ__WAIT);
+    uint64_t layers = 2 * (16 + LAYERS), blocks = kit.core->room.taken - before;
+    assert_int_equal(m.queue->turn.work, layers + blocks * 16);
+    wait_no_more(&m);
+}
+
 // ---- Claims ----
 
 // A request for a page for a new session, and with it another one.

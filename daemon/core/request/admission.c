@@ -181,7 +181,8 @@ static uint64_t next_try(const struct kvq__queue *q, uint64_t least, uint64_t no
 // next one, and there are no more such tries than extents that are made.
 static uint64_t work_of_try(const struct kvq__queue *q)
 {
-    uint64_t work = q->turn.extents ? 0 : (q->core->room.taken - q->turn.taken) * BLOCK_WORK;
+    uint64_t blocks = q->turn.took + q->core->room.taken - q->turn.taken;
+    uint64_t work = q->turn.extents ? 0 : blocks * BLOCK_WORK;
     struct kvq__handle *h;
     for (uint32_t i = 0; i < q->header.count; i++) {
         work += ENTRY_WORK;
@@ -466,6 +467,17 @@ static bool ask_for_room(struct kvq__queue *q, uint32_t i, const struct kvq__sho
 }
 
 void kvq__admission_begin(struct kvq__queue *q)
+{
+    q->turn.took = 0;
+    kvq__admission_go_on(q);
+}
+
+void kvq__admission_pause(struct kvq__queue *q)
+{
+    q->turn.took += q->core->room.taken - q->turn.taken;
+}
+
+void kvq__admission_go_on(struct kvq__queue *q)
 {
     q->turn.attempt = ++q->core->room.last_attempt;
     q->turn.taken = q->core->room.taken;

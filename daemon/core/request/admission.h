@@ -6,8 +6,11 @@
 
 #include "daemon/core/state.h"
 
-// A request is tried or a FORK goes on: this attempt asks again for what was in vain before.
+// The request is tried: this attempt asks again for what was in vain before.
 void kvq__admission_begin(struct kvq__queue *queue);
+// As kvq__admission_begin, for a FORK that goes on in another turn; and a turn of it is over.
+void kvq__admission_go_on(struct kvq__queue *queue);
+void kvq__admission_pause(struct kvq__queue *queue);
 // Takes the pages that the appended tokens of all entries need. False if the request has to wait
 // for room; then no page was taken. An entry that is refused fails.
 bool kvq__admission_take(struct kvq__queue *queue);

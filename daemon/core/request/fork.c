@@ -472,15 +472,16 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
     q->undoing |= q->client->gone || q->ending || kvq__request_is_late(q);
     if (q->undoing)
         return undo_on(q);
-    kvq__admission_begin(q);
+    kvq__admission_go_on(q);
     for (; q->cloned < q->header.count; q->cloned++) {
         uint32_t i = q->cloned;
-        if (work >= q->core->config.fork_work)
-            return KVQ__AGAIN;
-        if (!kvq__entry_alive(q, i) || check_again(q, i) < 0)
+        bool enough = work >= q->core->config.fork_work;
+        if (!enough && (!kvq__entry_alive(q, i) || check_again(q, i) < 0))
             continue;
-        if (is_being_packed(q->work[i].session))
-            return KVQ__WAIT;
+        if (enough || is_being_packed(q->work[i].session)) {
+            kvq__admission_pause(q);
+            return enough ? KVQ__AGAIN : KVQ__WAIT;
+        }
         if (!clone_entry(q, i, &work)) {
             q->undoing = true;
             return undo_on(q);

@@ -188,7 +188,8 @@ struct kvq__turn {
     const struct kvq__waits *hoped; // that was since there seemed to be room here; NULL: it was not
     bool claims;                    // its entries claim their sessions: while it waits
     uint64_t work;                  // what the last try took: layers visited, and more for blocks
-    uint64_t taken;                 // core->room.taken before it
+    uint64_t taken;                 // core->room.taken before it, or before its last turn;
+    uint64_t took;                  // blocks that it took in the turns before that
     uint64_t attempt;               // to take pages (struct kvq__demand)
     bool counted, swept;            // in it: the entries' needs are counted, deferred frees ended
 };
