@@ -124,6 +124,41 @@ TEST(let_go_first)
     core_check(kit.core);
 }
 
+// A block that is replaced by a longer one is no room for anybody, and nobody is told.
+TEST(replaced)
+{
+    struct kvq__namespace *team = namespace_of("team");
+    struct kvq__pool *pool = &kit.core->pools[0];
+    struct kvq__session *s = kit_of(&one, feed_own("team", 0, 1));
+    struct kvq__freed before = kvq__freed_of(team, pool);
+    struct kvq__grant grant = {.may_wait = true};
+    uint64_t used = pool->used_bytes, taken = kit.core->room.taken;
+    assert_int_equal(kvq__pages_reserve(s, 2 * PAGE, &grant), 0);
+    assert_true(pool->used_bytes > used && kit.core->room.taken > taken);
+    struct kvq__freed after = kvq__freed_of(team, pool);
+    assert_int_equal(after.in_pool, before.in_pool);
+    assert_int_equal(after.below_limit, before.below_limit);
+    core_check(kit.core);
+}
+
+// What gives way for a session that is refused nevertheless is free for others, who are told.
+TEST(freed_in_vain)
+{
+    struct kvq__namespace *team = namespace_of("team");
+    struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t handle = feed_own("team", 0, 1);
+    end(feed_own("team", 1, 2));
+    pool->budget = pool->extents_taken;
+    struct kvq__freed before = kvq__freed_of(team, pool);
+    struct kvq__grant grant = {.may_wait = true};
+    struct kvq__session *s = kit_of(&one, handle);
+    assert_int_equal(kvq__pages_reserve(s, s->tokens + 4000 * PAGE, &grant), KVQ_E_NO_MEMORY);
+    assert_int_equal(idle_of("team"), 0);
+    struct kvq__freed after = kvq__freed_of(team, pool);
+    assert_true(after.in_pool > before.in_pool && after.below_limit > before.below_limit);
+    core_check(kit.core);
+}
+
 // So are pages whose blocks all have sessions, where what may go are blocks of pages that stay.
 TEST(held_pages_cost_nothing)
 {

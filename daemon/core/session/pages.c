@@ -232,7 +232,9 @@ static int raw_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page,
     memcpy(longer.data, p->raw.data, p->raw.block->bytes);
     kvq__tables_dirty(s, page);
     struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
+    struct kvq__freed freed = kvq__freed_of(s->ns, s->pool);
     kvq__block_drop(s->core, &p->raw, &drop);
+    kvq__freed_set(s->ns, s->pool, freed); // it has taken more: nobody who waits gains by it
     p->raw = longer;
     return 0;
 }
@@ -276,7 +278,6 @@ static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t to
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__grant *grant)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
-    struct kvq__freed freed = kvq__freed_of(s->ns, s->pool);
     assert(!kvq__is_offloaded(s));
     if (want < had) // another entry of the request has taken more
         return 0;
@@ -296,11 +297,8 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__gran
         rc = rc ? rc : raws_fill(s, l, tokens, passing, grant);
         rc = rc ? rc : packed_fill(s, l, tokens, grant);
     }
-    if (rc < 0) {
+    if (rc < 0)
         kvq__pages_unreserve(s, had);
-        // Shorter blocks were replaced: nobody who waits gains by it.
-        kvq__freed_set(s->ns, s->pool, freed);
-    }
     return rc;
 }
 
