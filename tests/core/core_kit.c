@@ -106,6 +106,7 @@ static void release(void *context, struct kvq__memory *memory)
     struct kit *kit = context;
     uint8_t *given;
     kit->extents_out--;
+    kit->no_pages &= !kit->frees_pages;
     if (memory->handle) {
         MUST(munmap(memory->base, memory->bytes) == 0);
         return;

@@ -14,7 +14,8 @@ struct kit {
     uint64_t now;
     void *workspace;
     uint32_t fail_one_in; // allocations and extents that fail; 0 = none
-    bool no_pages;        // a bare extent gets none just now
+    bool no_pages;        // a bare extent gets none just now,
+    bool frees_pages;     // before an extent is released
     uint64_t backed;      // bytes of bare extents whose pages were taken
     uint64_t extents_out, allocated_out;
     uint64_t again; // how often a request that kit_request drives gave others a turn

@@ -260,10 +260,42 @@ TEST(test_no_pages_for_what_does_not_come)
     kit.no_pages = true;
     int rc = vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text);
     assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    assert_non_null(strstr(text, "the system has no memory for session \"it\""));
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
     core_check(kit.core);
     kit.no_pages = false;
     same_bits(restore("it"), fed("", 1900, 300));
+}
+
+// From the first turn on all pages that the system had are those of an empty extent.
+static void empty_extent_has_all(void)
+{
+    struct kvq__pool *pool = &kit.core->pools[0];
+    struct kvq__ref ref = {0};
+    if (turns.n++ > 0)
+        return;
+    assert_int_equal(
+        kvq__block_new(kit.core, kit_namespace(&kit, 1000), pool, pool->extent_bytes, NULL, &ref),
+        0);
+    kvq__block_drop_idle(kit.core, &ref, true);
+    assert_false(TAILQ_EMPTY(&pool->empty));
+    kit.no_pages = kit.frees_pages = true;
+}
+
+// Where the system has no more pages, extents that nobody uses give theirs back.
+TEST(test_pages_of_empty_extents)
+{
+    struct kvq__restore *r;
+    const struct vault_session *from = stored(1900, 300);
+    kvq__pools_trim(kit.core, 0, UINT64_MAX);
+    kit.core->config.restore_work = 6;
+    turns.n = 0;
+    vault.turn = empty_extent_has_all;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    assert_true(turns.n > 1 && !kit.no_pages);
+    uint64_t a = open_as("it", 0, 300);
+    assert_int_equal(vault_rest(&vault, &r, from), 0);
+    same_bits(a, fed("", 1900, 300));
 }
 
 // There are none when a layer's bytes are to come: as if it could not be read.

@@ -13,13 +13,18 @@ struct room_turn {
     uint64_t work; // page visits, and KiB that the poller takes from the system
 };
 
-// Takes the memory pages of a block into which nothing is read: no thread takes them later.
+// Takes the memory pages of a block into which nothing is read: no thread takes them later. Where
+// the system has no pages, the core gives it back those of empty extents.
 static int take_pages(struct kvq__restore *r, struct kvq__ref *ref, struct room_turn *turn)
 {
     if (!ref->block->extent->bare)
         return 0;
     turn->work += ref->block->bytes / 1024;
     int rc = kvq__block_back(r->session->pool, ref->block);
+    if (rc < 0) {
+        kvq__pools_trim(r->core, 0, UINT64_MAX);
+        rc = kvq__block_back(r->session->pool, ref->block);
+    }
     if (rc < 0)
         kvq__block_drop_idle(r->core, ref, false);
     return rc;
@@ -121,14 +126,29 @@ static uint64_t need_of_restored(const struct kvq__session *s)
     return bytes;
 }
 
+// The pool has room, and the system has no pages for it.
+static int refuse_pages(const struct kvq__session *s, uint64_t need, char *text)
+{
+    kvq__namespace_full(s->core, s->ns, s->pool, need, KVQ_E_NO_MEMORY,
+                        "the system has no pages for what is free there");
+    return kvq__fail(text, KVQ_E_NO_MEMORY,
+                     "the system has no memory for session \"%s\" of %llu tokens and %llu bytes, "
+                     "though %s has room; end other processes, or give the pool less memory",
+                     s->name, (unsigned long long)s->tokens, (unsigned long long)need,
+                     kvq__pool_name(s->pool));
+}
+
 // The session's blocks so far are given back here: what is refused is all its memory. in_the_way:
 // NULL if no session was asked to make room.
-static int refuse_restore_room(struct kvq__session *s, int rc,
+static int refuse_restore_room(struct kvq__restore *r, int rc,
                                const struct kvq__in_the_way *in_the_way, char *text)
 {
     char way[KVQ_TEXT_BYTES / 4];
+    struct kvq__session *s = r->session;
     uint64_t need = need_of_restored(s);
     kvq__pages_empty(s);
+    if (rc == KVQ_E_NO_MEMORY && r->grant.refused.code == 0) // by take_pages
+        return refuse_pages(s, need, text);
     if (rc == KVQ_E_QUOTA)
         return kvq__quota_refuse(s->ns, kvq__pool_limit(s->pool), need, text);
     if (in_the_way)
@@ -250,5 +270,5 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
     }
     if (rc < 0 && waits(r, &way))
         return KVQ__LATER;
-    return rc < 0 ? refuse_restore_room(r->session, rc, r->ticket ? &way : NULL, text) : rc;
+    return rc < 0 ? refuse_restore_room(r, rc, r->ticket ? &way : NULL, text) : rc;
 }
