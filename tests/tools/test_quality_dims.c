@@ -220,9 +220,9 @@ static void write_capture(const char *path, const struct kvq_layer *rows, uint32
     struct kvq_entry e = {.session = 1, .append = TOKENS, .queries = TOKENS};
     kvq_capture *capture;
     size_t row = (size_t)TOKENS * HEADS * sizeof *k;
-    kvq_buffer buffers[3] = {{.data = k, .bytes = row * rows->k_dim, .id = 1},
-                             {.data = v, .bytes = row * rows->v_dim, .id = 2},
-                             {.data = q, .bytes = row * GQA * rows->k_dim, .id = 3}};
+    kvq_buffer buffers[3] = {{.host = (void *)k, .bytes = row * rows->k_dim, .id = 1},
+                             {.host = (void *)v, .bytes = row * rows->v_dim, .id = 2},
+                             {.host = (void *)q, .bytes = row * GQA * rows->k_dim, .id = 3}};
     struct kvq_work work = {
         .k = kvq_tensor_make(&buffers[0], 0, HEADS, rows->k_dim, KVQ_DTYPE_F32),
         .v = kvq_tensor_make(&buffers[1], 0, HEADS, rows->v_dim, KVQ_DTYPE_F32),
