@@ -443,7 +443,7 @@ static void write_capture(const char *path, struct tensors *x)
     struct kvq_capture_options o = {
         .size = sizeof o, .layers = &row, .n_layers = 1, .model = "tiny"};
     struct kvq_entry e = {.session = 1, .append = TOKENS};
-    kvq_buffer buffer = {.data = x, .bytes = sizeof *x, .id = 1};
+    kvq_buffer buffer = {.host = (void *)x, .bytes = sizeof *x, .id = 1};
     kvq_capture *capture;
     assert_int_equal(kvq_capture_open(path, &o, &capture), KVQ_OK);
     for (uint32_t layer = 0; layer < 2; layer++) {
