@@ -215,6 +215,14 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes)
         trim(core, &core->pools[i], age_ns, &bytes);
 }
 
+uint64_t kvq__pool_trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t bytes)
+{
+    uint64_t before = pool->extents_taken;
+    trim(core, pool, 0, &bytes);
+    assert(pool->extents_taken <= before);
+    return before - pool->extents_taken;
+}
+
 // ---- Finding one ----
 
 // Zeroes an empty extent of another namespace. Where zeroing takes long, where the extent is bare

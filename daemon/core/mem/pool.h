@@ -294,4 +294,6 @@ void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *poo
 bool kvq__pools_poll(struct kvq__core *core);
 // Gives back extents that have been empty since before `now - age`, until these are so many bytes.
 void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes);
+// The same of one pool, however long they have been empty. How many bytes it gave back.
+uint64_t kvq__pool_trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t bytes);
 #endif

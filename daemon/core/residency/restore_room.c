@@ -21,9 +21,11 @@ static int take_pages(struct kvq__restore *r, struct kvq__ref *ref, struct room_
         return 0;
     turn->work += ref->block->bytes / 1024;
     int rc = kvq__block_back(r->session->pool, ref->block);
-    if (rc < 0) {
-        kvq__pools_trim(r->core, 0, UINT64_MAX);
-        rc = kvq__block_back(r->session->pool, ref->block);
+    uint64_t given = UINT64_MAX;
+    while (rc < 0 && given > 0) { // an extent at a time: unmapping gigabytes takes long
+        given = kvq__pool_trim(r->core, r->session->pool, 1);
+        rc = given ? kvq__block_back(r->session->pool, ref->block) : rc;
+        turn->work += given / 1024;
     }
     if (rc < 0)
         kvq__block_drop_idle(r->core, ref, false);
