@@ -172,7 +172,7 @@ static void hang_up(kvq_client *client)
 static int attach(kvq_client *client)
 {
     assert(client->socket < 0);
-    client->given_up = 0;
+    client->given_up = client->told = 0;
     int rc = kvq__socket_connect(client->runtime_dir, client->timeout_ms, &client->socket);
     if (rc)
         return rc;

@@ -271,12 +271,14 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call, uint64_t deadline_
         return kvq__set_error(rc, "%s: the daemon did not answer within %u ms", call->what,
                               timeout_ms);
     }
+    if (rc == KVQ_OK) // replies come in the order of the requests
+        client->told = 0;
     return rc ? rc : take_reply(client, call, n_fds, lost);
 }
 
 void kvq__tell(kvq_client *client, struct kvq__call *call)
 {
-    uint8_t rest[64]; // replies are longer, and nobody waits for them
+    uint8_t rest[64]; // of a reply that nobody waits for
     int fds[KVQ_MAX_PACKET_FDS], rc;
     uint32_t n_fds;
     size_t n;
@@ -288,8 +290,10 @@ void kvq__tell(kvq_client *client, struct kvq__call *call)
         rc = kvq__socket_receive(client->socket, rest, sizeof rest, &n, fds, &n_fds, &lost, 0);
         if (rc == KVQ_OK)
             kvq__close_fds(fds, n_fds);
+        client->told -= client->told && (rc == KVQ_OK || rc == KVQ_E_PROTOCOL);
     } while (rc == KVQ_OK || rc == KVQ_E_PROTOCOL);
-    send_in_order(client, call, 0);
+    if (client->told < KVQ__MAX_TOLD && send_in_order(client, call, 0) == KVQ_OK)
+        client->told++;
 }
 
 int kvq__ask_in_any_case(kvq_client *client, struct kvq__call *call)

@@ -54,6 +54,7 @@ enum {
 };
 #define KVQ__ANY_FDS     UINT32_MAX
 #define KVQ__NO_DEADLINE UINT64_MAX
+enum { KVQ__MAX_TOLD = 240 }; // of the 278 packets of few bytes that a socket takes by default
 
 // ---- Objects ----
 
@@ -203,8 +204,9 @@ struct kvq_client {
     int socket; // -1 when there is no connection
     uint32_t timeout_ms, spin_us;
     uint32_t next_id;
-    uint32_t given_up;                  // 0 or a request that the daemon has yet to be told to undo
-    uint64_t sent_ns;                   // when the last packet went into the socket
+    uint32_t given_up; // 0 or a request that the daemon has yet to be told to undo
+    uint64_t sent_ns;  // when the last packet went into the socket
+    uint32_t told;     // requests of kvq__tell whose replies were not taken off the socket yet
     const struct kvq_daemon_page *page; // NULL when there is no connection
     struct kvq_daemon_info info;
     uint64_t epoch; // of the daemon that was connected to last, all of the way
@@ -298,8 +300,9 @@ int kvq__ask(kvq_client *client, struct kvq__call *call);
 int kvq__ask_in_any_case(kvq_client *client, struct kvq__call *call);
 // The same for a caller that has the turn.
 int kvq__exchange(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns);
-// Sends a request of which nothing comes back, in the caller's turn, and waits for nothing. Where
-// earlier requests fill the connection it is not sent.
+// Sends a request whose reply nobody needs, in the caller's turn, and waits for nothing. Where
+// earlier requests fill the connection it is not sent, nor where the replies of KVQ__MAX_TOLD are
+// out: the daemon ends a connection that has no room for its replies.
 void kvq__tell(kvq_client *client, struct kvq__call *call);
 // Waits for the turn until the deadline (KVQ_E_DEADLINE; one that has passed waits for nothing), or
 // KVQ__NO_DEADLINE. what: for the text.

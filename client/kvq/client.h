@@ -25,8 +25,8 @@ struct kvq_connect_options {
     uint32_t size; /* sizeof(struct kvq_connect_options) */
     /* For connecting, and for each control call, calls of other threads that it waits for included;
      * 0: 5000. kvq_buffer_close, kvq_session_save and kvq_session_restore take longer;
-     * kvq_queue_close, kvq_local_close and kvq_local_remove wait for calls of other threads as long
-     * as these last, and for the daemon no longer than this. */
+     * kvq_queue_close, kvq_local_close, kvq_local_remove and a kvq_local_add that fails wait for
+     * calls of other threads as long as these last, and for the daemon no longer than this. */
     uint32_t timeout_ms;
     uint32_t spin_us; /* longest time that a wait spins before it sleeps; 0: adaptive */
     /* NULL: $KVQ_RUNTIME_DIR; else the first of $XDG_RUNTIME_DIR/kvqd and /run/kvqd that has a
