@@ -223,6 +223,7 @@ static int take_book(void *to, struct kvq__call *call)
     int rc = book ? KVQ_OK : map_book(reader->pool, r, call->fds[0], &book);
     if (rc)
         return rc;
+    assert(book);
     return take_tables(book, r, reader->layer)
                ? KVQ_OK
                : kvq__set_error(KVQ_E_PROTOCOL, "the daemon's codebook of layer %u ends too early",

@@ -141,6 +141,7 @@ int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__gpu_c
     struct kvq__pool *pool = find_pool(client, place);
     if (!pool)
         rc = make_pool(client, place, here, deadline, &pool);
+    assert(rc || pool);
     kvq__turn_pass(client);
     if (rc == KVQ_OK && here && pool->here.context != here->context) {
         kvq__pool_put(client, pool);
