@@ -287,15 +287,12 @@ static uint64_t waited_ms(void)
     return own_clock.now_ns / 1000000;
 }
 
-// However many sessions a kvq_local has, closing it waits for the daemon once; the daemon hears of
-// all of them when it goes on.
-static void test_closes_before_a_stopped_daemon(void **state)
+// Closes a kvq_local of n sessions while the daemon is stopped, and lets the daemon go on.
+static void close_many_stopped(kvq_session *sessions, int n)
 {
-    kvq_session sessions[SOME];
     char name[8];
-    (void)state;
     open_local();
-    for (int i = 0; i < SOME; i++) {
+    for (int i = 0; i < n; i++) {
         snprintf(name, sizeof name, "s%d", i);
         sessions[i] = local_open_small(name, 0, 1);
         fine(kvq_local_add(rig.local, sessions[i]));
@@ -305,8 +302,17 @@ static void test_closes_before_a_stopped_daemon(void **state)
     kvq_local_close(&rig.local);
     own_clock.on = false;
     assert_int_equal(kill(rig.daemon.pid, SIGCONT), 0);
-    assert_int_equal(own_clock.waited_ms[0], 20000); // what the rig's client waits
-    assert_int_equal(waited_ms(), 20000);
+    assert_int_equal(waited_ms(), 20000); // what the rig's client waits
+}
+
+// However many sessions a kvq_local has, closing it waits for the daemon once; the daemon hears of
+// all of them when it goes on.
+static void test_closes_before_a_stopped_daemon(void **state)
+{
+    kvq_session sessions[SOME];
+    (void)state;
+    close_many_stopped(sessions, SOME);
+    assert_int_equal(own_clock.waited_ms[0], 20000);
     open_local();
     for (int i = 0; i < SOME; i++)
         fine(kvq_local_add(rig.local, sessions[i]));
@@ -328,20 +334,8 @@ static void test_closes_that_fill_the_connection(void **state)
     struct kvq_session_info info = {.size = sizeof info};
     kvq_session sessions[MANY];
     uint32_t closed = 0;
-    char name[8];
     (void)state;
-    open_local();
-    for (int i = 0; i < MANY; i++) {
-        snprintf(name, sizeof name, "s%d", i);
-        sessions[i] = local_open_small(name, 0, 1);
-        fine(kvq_local_add(rig.local, sessions[i]));
-    }
-    assert_int_equal(kill(rig.daemon.pid, SIGSTOP), 0);
-    own_clock = (struct own_clock){.on = true, .skips = UINT32_MAX};
-    kvq_local_close(&rig.local);
-    own_clock.on = false;
-    assert_int_equal(waited_ms(), 20000);
-    assert_int_equal(kill(rig.daemon.pid, SIGCONT), 0);
+    close_many_stopped(sessions, MANY);
     fine(kvq_session_info(rig.client, sessions[0], &info));
     // No more were told than have room for their replies, besides the one that was waited for.
     open_local();
